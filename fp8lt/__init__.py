@@ -1,0 +1,37 @@
+"""fp8lt: an FP8 linear layer for PyTorch that calls cuBLASLt directly.
+
+>>> import fp8lt, torch
+>>> x, w = torch.randn(3, 64), torch.randn(32, 64)
+>>> fp8lt.linear(x, w).shape
+torch.Size([3, 32])
+
+`linear` is the operation, `Linear` the module, `convert_to_float8_training` the way to convert a
+model. CUDA tensors run natively where the GPU has FP8; CPU tensors run emulated, with the same
+numbers.
+"""
+
+from . import build
+from .linear import linear
+from .module import Linear, convert_to_float8_training, disable_fp8, revert
+from .recipe import (
+    DynamicScaling,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DynamicScaling",
+    "Float8GemmConfig",
+    "Float8LinearConfig",
+    "Float8LinearRecipeName",
+    "Linear",
+    "convert_to_float8_training",
+    "disable_fp8",
+    "linear",
+    "revert",
+]
+
+build.on_import()

@@ -1,0 +1,290 @@
+"""Compile the extension once, keep it, load it.
+
+A build is named by a hash of everything that can change the binary: source text, flags, compiler,
+Python, torch and CUDA. It happens in a private folder of the cache and is published by one rename,
+so a folder of that name is always complete. An OS lock makes one process of many build; it dies
+with its holder, so a killed builder blocks nobody.
+
+Compiling runs in a child process, which also loads the result: the environment that
+`torch.utils.cpp_extension.load` needs (CUDA_HOME, PATH, architectures) never leaks into this one,
+and a binary that cannot be loaded is found there.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from . import device, settings, toolchain
+from .toolchain import Toolchain, ToolchainError
+
+SOURCE_DIR = Path(__file__).parent / "csrc"
+_DEFAULT_ARCH = "9.0"
+_CHILD = """
+import json, sys
+from torch.utils import cpp_extension
+cpp_extension.load(**json.load(sys.stdin))
+"""
+
+
+class BuildError(RuntimeError):
+    """The extension could not be compiled or loaded; the text leads with the reason."""
+
+
+# ------------------------------------------------------------------------------- the only state
+
+_lock = threading.RLock()
+_outcome: tuple[Path | None, str | None] | None = None  # (library, failure) once decided
+
+
+def ensure() -> str | None:
+    """Load the extension, compiling it if it must be; return None, or why it cannot be had.
+
+    Decided once per process: a failure is remembered, not tried again.
+    """
+    global _outcome
+    with _lock:
+        if _outcome is None:
+            try:
+                _outcome = (_load(), None)
+            except (BuildError, ToolchainError) as error:
+                _outcome = (None, str(error))
+        return _outcome[1]
+
+
+def loaded_library() -> Path | None:
+    """Return the file of the loaded extension, or None."""
+    return _outcome[0] if _outcome is not None else None
+
+
+def on_import() -> None:
+    """Do what FP8LT_BUILD says at import: load or compile, or nothing. Never raises for a build."""
+    policy = settings.read().build
+    if policy == "force" or (policy == "auto" and _has_native_gpu()):
+        failure = ensure()
+        if failure is not None:
+            warnings.warn(f"fp8lt runs without its CUDA extension: {failure}", stacklevel=3)
+
+
+def _has_native_gpu() -> bool:
+    """Say whether a GPU that this process may use has FP8, without initialising CUDA."""
+    return (
+        torch.version.cuda is not None
+        and any(gpu.capability >= device.NATIVE_SINCE for gpu in device.gpus())
+        and torch.cuda.device_count() > 0  # honours CUDA_VISIBLE_DEVICES
+    )
+
+
+# ------------------------------------------------------------------------------------ the build
+
+
+def _load() -> Path:
+    if settings.read().build == "off":
+        raise BuildError("FP8LT_BUILD=off: the extension is neither compiled nor loaded")
+    tools = toolchain.find()
+    spec = _compile_spec(tools)
+    cache = _cache_dir()
+    key = cache_key(_sources(), json.dumps(spec, sort_keys=True), _versions(tools))
+    library = cache / key / "fp8lt.so"
+    for attempt in (1, 2):
+        if not library.exists():
+            with _locked(cache / f"{key}.lock"):
+                if not library.exists():  # another process may have built it meanwhile
+                    _build(tools, spec, library.parent)
+        try:
+            torch.ops.load_library(str(library))
+            break
+        except OSError as error:
+            if attempt == 2:
+                raise BuildError(f"the compiled extension does not load: {error}") from error
+            shutil.rmtree(library.parent, ignore_errors=True)  # damaged on disk: build it anew
+    compiled, loaded = torch.ops.fp8lt.cublaslt_versions()
+    if compiled // 10000 != loaded // 10000:
+        raise BuildError(
+            f"compiled with cuBLASLt {compiled}'s header, but torch has loaded version {loaded}"
+        )
+    return library
+
+
+def cache_key(files: dict[str, str], flags: str, versions: list[str]) -> str:
+    """Name the build by everything that can change the binary; 16 hex digits."""
+    inputs = repr((sorted(files.items()), flags, versions))
+    return hashlib.sha256(inputs.encode()).hexdigest()[:16]
+
+
+def _sources() -> dict[str, str]:
+    return {file.name: file.read_text() for file in sorted(SOURCE_DIR.iterdir()) if file.is_file()}
+
+
+def _versions(tools: Toolchain) -> list[str]:
+    return [
+        sys.implementation.cache_tag,
+        torch.__version__,
+        str(torch.version.cuda),
+        f"nvcc {tools.nvcc_version}",
+        f"{tools.cxx} {tools.cxx_version}",
+        f"CC={os.environ.get('CC')}",
+        architectures(),
+    ]
+
+
+def _compile_spec(tools: Toolchain) -> dict[str, object]:
+    """Return the arguments of `cpp_extension.load`, less the folder to build in."""
+    after = [f"-idirafter {shlex.quote(str(directory))}" for directory in tools.include_dirs]
+    return {
+        "name": "fp8lt",
+        "sources": [str(f) for f in sorted(SOURCE_DIR.iterdir()) if f.suffix in (".cpp", ".cu")],
+        "extra_cflags": ["-O3", *after],
+        "extra_cuda_cflags": ["-O3"],
+        "extra_ldflags": [shlex.quote(str(tools.cublaslt))],
+        "with_cuda": True,
+        "is_python_module": False,
+        "verbose": True,
+    }
+
+
+def architectures() -> str:
+    """Return the architectures to compile for, in TORCH_CUDA_ARCH_LIST's form.
+
+    That variable's FP8-capable entries if it has any (many set it for other extensions), else
+    those of the GPUs in this machine, else Hopper's.
+    """
+    asked = re.split(r"[;\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
+    listed = [arch for arch in asked if _arch_number(arch) >= device.NATIVE_SINCE]
+    if listed:
+        return ";".join(listed)
+    present = {gpu.capability for gpu in device.gpus() if gpu.capability >= device.NATIVE_SINCE}
+    return ";".join(f"{major}.{minor}" for major, minor in sorted(present)) or _DEFAULT_ARCH
+
+
+def _arch_number(arch: str) -> tuple[int, int]:
+    number = re.match(r"(\d+)\.(\d+)", arch)  # "9.0a", "9.0+PTX"; not torch's names
+    return (int(number.group(1)), int(number.group(2))) if number else (0, 0)
+
+
+def _build(tools: Toolchain, spec: dict[str, object], target: Path) -> None:
+    """Compile into a private folder beside `target` and rename it to `target`."""
+    for leftover in target.parent.glob(f"{target.name}.build-*"):  # of killed builders: we hold
+        shutil.rmtree(leftover, ignore_errors=True)  # the lock, so nobody is at work there
+    work = Path(tempfile.mkdtemp(prefix=f"{target.name}.build-", dir=target.parent))
+    arch = architectures()
+    say(
+        f"compiling the CUDA extension (compute capability {arch}, nvcc {tools.nvcc_version}), "
+        f"once, about half a minute; it is kept in {target}"
+    )
+    start = time.monotonic()
+    # The linker wants this name; wheels have only the versioned one.
+    (work / "libcudart.so").symlink_to(tools.cudart)
+    here = {
+        "build_directory": str(work),
+        "extra_ldflags": [f"-L{shlex.quote(str(work))}", *spec["extra_ldflags"]],  # type: ignore[misc]
+    }
+    log = work / "build.log"
+    code = _run_child(json.dumps({**spec, **here}), _child_environment(tools, arch), work, log)
+    if code != 0:
+        kept = target.with_suffix(".log")
+        shutil.move(log, kept)
+        shutil.rmtree(work, ignore_errors=True)
+        raise BuildError(_explain(kept))
+    _check_binary(work / "fp8lt.so", tools)
+    for intermediate in (*work.glob("*.o"), *work.glob(".ninja*"), work / "libcudart.so"):
+        intermediate.unlink()
+    # Fails if another machine, on a shared disk where the lock does not reach, was faster: fine.
+    with contextlib.suppress(OSError):
+        work.rename(target)
+    shutil.rmtree(work, ignore_errors=True)
+    say(f"compiled in {time.monotonic() - start:.0f} s")
+
+
+def _run_child(spec: str, env: dict[str, str], work: Path, log: Path) -> int:
+    with log.open("w") as out:
+        child = subprocess.run(
+            [sys.executable, "-c", _CHILD], input=spec, text=True, cwd=work, env=env,
+            stdout=out, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+    if settings.read().verbose:
+        sys.stderr.write(log.read_text(errors="replace"))
+    return child.returncode
+
+
+def _child_environment(tools: Toolchain, arch: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "CUDA_HOME": str(tools.cuda_home),
+        "CXX": tools.cxx,
+        "TORCH_CUDA_ARCH_LIST": arch,
+        "PATH": os.pathsep.join([str(tools.ninja_dir), os.environ.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+
+
+def _explain(log: Path) -> str:
+    """Say why a compile failed: the first lines of the log that are errors, and where it is."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line for line in lines if re.search(r"\berror\b|Error:|cannot find", line)]
+    said = "\n".join(f"  {line}" for line in (errors or lines[-5:])[:5])
+    return f"compiling the CUDA extension failed:\n{said}\nThe whole log: {log}"
+
+
+def _check_binary(library: Path, tools: Toolchain) -> None:
+    # With a second, static copy of libstdc++ every C++ error with a number in it crashes.
+    if b"libstdc++.so.6\0" not in library.read_bytes():
+        raise BuildError(
+            f"the compiler {tools.cxx!r} links libstdc++ statically, which crashes inside torch. "
+            "Set CXX=g++ (and CC=gcc), or another compiler that links it dynamically"
+        )
+
+
+# ------------------------------------------------------------------------------ cache and lock
+
+
+def _cache_dir() -> Path:
+    """Return the first folder for compiled extensions that can be written to."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    asked = settings.read().cache_dir
+    torch_dir = os.environ.get("TORCH_EXTENSIONS_DIR")
+    tried = [Path(asked)] if asked else []
+    tried += [Path(torch_dir) / "fp8lt"] if torch_dir else []
+    tried += [Path(home).expanduser() / "fp8lt"]
+    failures = []
+    for folder in tried:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder.resolve()
+        except (OSError, RuntimeError) as error:  # expanduser: no home at all
+            failures.append(f"{folder}: {error}")
+    raise BuildError(
+        "no folder to keep the compiled extension in; set FP8LT_CACHE_DIR to one that can be "
+        "written to. Tried:\n" + "\n".join(f"  {failure}" for failure in failures)
+    )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another process that compiles the extension (lock: {path})")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def say(text: str) -> None:
+    """Tell the user about something that takes time, on stderr."""
+    print(f"fp8lt: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,204 @@
+// The CUDA kernels of the operators that ops.py defines: allocation, checks of what would be read
+// out of bounds, device and stream. Schemas and shape rules are in ops.py alone.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include <map>
+#include <mutex>
+#include <optional>
+#include <tuple>
+
+#include "gemm.h"
+#include "quantize.h"
+
+namespace fp8lt {
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+
+RealType real_type(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return RealType::kFloat32;
+    case ScalarType::Half: return RealType::kFloat16;
+    case ScalarType::BFloat16: return RealType::kBFloat16;
+    default:
+      TORCH_CHECK(false, "fp8lt: want x of float32, float16 or bfloat16, got ", x.scalar_type());
+  }
+}
+
+cudaDataType_t cuda_type(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float8_e4m3fn: return CUDA_R_8F_E4M3;
+    case ScalarType::Float8_e5m2: return CUDA_R_8F_E5M2;
+    case ScalarType::Float: return CUDA_R_32F;
+    case ScalarType::Half: return CUDA_R_16F;
+    case ScalarType::BFloat16: return CUDA_R_16BF;
+    default: TORCH_CHECK(false, "fp8lt: no GEMM takes or gives ", type);
+  }
+}
+
+bool is_fp8(ScalarType type) {
+  return type == ScalarType::Float8_e4m3fn || type == ScalarType::Float8_e5m2;
+}
+
+bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
+
+// cuBLASLt refuses pointers that are not 16-byte aligned, scalars too; views may be anywhere.
+Tensor aligned(const Tensor& t) { return is_aligned(t) ? t : t.clone(); }
+
+void check_launch(cudaError_t status, const char* what) {
+  TORCH_CHECK(status == cudaSuccess, "fp8lt: ", what, " failed: ", cudaGetErrorString(status));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_tensorwise_cuda(const Tensor& x,
+                                                                    ScalarType dtype,
+                                                                    bool row_major,
+                                                                    bool transposed) {
+  TORCH_CHECK(x.dim() == 2, "fp8lt: want x [R, C], got ", x.sizes());
+  TORCH_CHECK(is_fp8(dtype), "fp8lt: want dtype float8_e4m3fn or float8_e5m2, got ", dtype);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Tensor input = x.contiguous();
+  const int64_t rows = x.size(0), cols = x.size(1);
+  const int64_t padded_rows = padded(rows), padded_cols = padded(cols);
+  const auto fp8 = x.options().dtype(dtype), f32 = x.options().dtype(ScalarType::Float);
+  Tensor data = row_major ? at::empty({padded_rows, padded_cols}, fp8) : at::empty({0, 0}, fp8);
+  Tensor data_t = transposed ? at::empty({padded_cols, padded_rows}, fp8) : at::empty({0, 0}, fp8);
+  Tensor scale_inv = at::empty({}, f32), amax = at::empty({}, f32);
+
+  QuantizeTensorwise q{};
+  q.x = input.const_data_ptr();
+  q.real = real_type(x);
+  q.fp8 = dtype == ScalarType::Float8_e4m3fn ? Fp8Type::kE4M3 : Fp8Type::kE5M2;
+  q.rows = rows;
+  q.cols = cols;
+  q.data = row_major ? data.mutable_data_ptr() : nullptr;
+  q.data_t = transposed ? data_t.mutable_data_ptr() : nullptr;
+  q.scale_inv = scale_inv.mutable_data_ptr<float>();
+  q.amax = amax.mutable_data_ptr<float>();
+  check_launch(quantize_tensorwise(q, c10::cuda::getCurrentCUDAStream()), "quantize_tensorwise");
+  return {data, data_t, scale_inv, amax};
+}
+
+// One per stream, for life: streams that run side by side must not share it, and its address may
+// sit in a CUDA graph. Inside a capture it is the graph's own, from the graph's memory pool.
+Tensor workspace(const c10::cuda::CUDAStream& stream) {
+  const auto bytes = at::TensorOptions().dtype(ScalarType::Byte).device(stream.device());
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  check_launch(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing");
+  if (capturing != cudaStreamCaptureStatusNone) {
+    return at::empty({static_cast<int64_t>(kWorkspaceBytes)}, bytes);
+  }
+  static auto* const mutex = new std::mutex;  // never destroyed: the driver may be gone at exit
+  static auto* const tensors = new std::map<std::pair<int, cudaStream_t>, Tensor>;
+  const std::lock_guard<std::mutex> lock(*mutex);
+  Tensor& mine = (*tensors)[{stream.device_index(), stream.stream()}];
+  if (!mine.defined()) mine = at::empty({static_cast<int64_t>(kWorkspaceBytes)}, bytes);
+  return mine;
+}
+
+void check_operand(const char* name, const Tensor& t, int64_t rows, const Tensor& a) {
+  TORCH_CHECK(is_fp8(t.scalar_type()), "fp8lt: want ", name, " in an FP8 dtype, got ",
+              t.scalar_type());
+  TORCH_CHECK(t.dim() == 2 && t.is_contiguous() && t.size(0) == padded(rows) &&
+                  t.size(1) % kPad == 0 && t.size(1) == a.size(1) && t.device() == a.device(),
+              "fp8lt: want ", name, " [", padded(rows), ", K], contiguous, K a multiple of ", kPad,
+              " and the same for a and b, on one device; got ", t.sizes(), " on ", t.device());
+}
+
+void check_scale(const char* name, const Tensor& scale, const Tensor& a) {
+  TORCH_CHECK(scale.scalar_type() == ScalarType::Float && scale.numel() == 1 &&
+                  scale.device() == a.device(),
+              "fp8lt: want ", name, " one float32 on ", a.device(), ", got ", scale.sizes(), " ",
+              scale.scalar_type(), " on ", scale.device());
+}
+
+void check_types(ScalarType a, ScalarType b, ScalarType out, const std::optional<Tensor>& bias,
+                 const Tensor& on, int64_t n) {
+  TORCH_CHECK(a != ScalarType::Float8_e5m2 || b != ScalarType::Float8_e5m2,
+              "fp8lt: float8_e5m2 @ float8_e5m2 does not exist in hardware: one of a and b must be "
+              "float8_e4m3fn");
+  TORCH_CHECK(out == ScalarType::Float || out == ScalarType::Half || out == ScalarType::BFloat16,
+              "fp8lt: want out_dtype float32, float16 or bfloat16, got ", out);
+  if (!bias.has_value()) return;
+  const ScalarType want = out == ScalarType::Float ? ScalarType::BFloat16 : out;
+  TORCH_CHECK(bias->scalar_type() == want, "fp8lt: the epilogue adds a ", want, " bias to ", out,
+              ", got a bias of ", bias->scalar_type());
+  TORCH_CHECK(bias->dim() == 1 && bias->size(0) == n && bias->device() == on.device(),
+              "fp8lt: want bias [", n, "] on ", on.device(), ", got ", bias->sizes(), " on ",
+              bias->device());
+}
+
+Tensor gemm_nt_cuda(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
+                    const Tensor& b_scale_inv, int64_t m, int64_t n,
+                    const std::optional<Tensor>& bias, ScalarType out_dtype, bool fast_accum) {
+  check_operand("a", a, m, a);
+  check_operand("b", b, n, a);
+  check_scale("a_scale_inv", a_scale_inv, a);
+  check_scale("b_scale_inv", b_scale_inv, a);
+  check_types(a.scalar_type(), b.scalar_type(), out_dtype, bias, a, n);
+  const c10::cuda::CUDAGuard guard(a.device());
+  const auto options = a.options().dtype(out_dtype);
+  const int64_t k = a.size(1);
+  if (m == 0 || n == 0) return at::empty({m, n}, options);
+  if (k == 0) {
+    Tensor d = at::zeros({m, n}, options);
+    return bias.has_value() ? d.add_(*bias) : d;
+  }
+
+  // A row of d must be a multiple of 16 bytes. b has the rows for it; the excess is cut off.
+  const bool ragged = n * at::elementSize(out_dtype) % 16 != 0;
+  const int64_t lt_n = ragged ? padded(n) : n;
+  Tensor d = at::empty({m, lt_n}, options);
+  Tensor lt_bias;
+  if (bias.has_value() && ragged) {
+    lt_bias = at::zeros({lt_n}, bias->options());
+    lt_bias.narrow(0, 0, n).copy_(*bias);
+  } else if (bias.has_value()) {
+    lt_bias = aligned(bias->contiguous());
+  }
+  const Tensor lt_a = aligned(a), lt_b = aligned(b);
+  const Tensor lt_a_scale = aligned(a_scale_inv), lt_b_scale = aligned(b_scale_inv);
+
+  GemmProblem problem{};
+  problem.device = a.get_device();
+  problem.m = m;
+  problem.n = lt_n;
+  problem.k = k;
+  problem.a_type = cuda_type(a.scalar_type());
+  problem.b_type = cuda_type(b.scalar_type());
+  problem.d_type = cuda_type(out_dtype);
+  problem.fast_accum = fast_accum;
+  problem.a = lt_a.const_data_ptr();
+  problem.b = lt_b.const_data_ptr();
+  problem.a_scale_inv = lt_a_scale.const_data_ptr<float>();
+  problem.b_scale_inv = lt_b_scale.const_data_ptr<float>();
+  problem.bias = lt_bias.defined() ? lt_bias.const_data_ptr() : nullptr;
+  problem.d = d.mutable_data_ptr();
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const Tensor space = workspace(stream);
+  gemm_nt(problem, space.mutable_data_ptr(), stream);
+  return ragged ? d.narrow(1, 0, n).contiguous() : d;
+}
+
+// What was compiled against and what is loaded: probe_gpu.py compares them.
+std::tuple<int64_t, int64_t> cublaslt_versions() {
+  return {CUBLAS_VERSION, static_cast<int64_t>(cublasLtGetVersion())};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) {
+  m.impl("quantize_tensorwise", TORCH_FN(quantize_tensorwise_cuda));
+  m.impl("gemm_nt", TORCH_FN(gemm_nt_cuda));
+}
+TORCH_LIBRARY_IMPL(fp8lt, CompositeExplicitAutograd, m) {
+  m.impl("cublaslt_versions", TORCH_FN(cublaslt_versions));
+}
+
+}  // namespace fp8lt

@@ -1,0 +1,116 @@
+"""What a device is: its FP8 formats, and whether it multiplies FP8 natively.
+
+    NVIDIA, OCP AMD chips, CPU    e4m3fn   (max 448)    e5m2     (max 57344)
+    AMD gfx94x (MI300 family)     e4m3fnuz (max 240)    e5m2fnuz (max 57344)
+
+The answer always comes from the device of a tensor, never from "the" GPU of the machine. Nothing
+here touches a GPU until it is asked about a device, and `gpus` asks the driver, not CUDA, so that
+a process may still fork afterwards.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+NATIVE_SINCE = (8, 9)  # Ada: the first with FP8 tensor cores
+
+
+class Formats(NamedTuple):
+    """The two FP8 dtypes of a device; `torch.finfo(dtype).max` is what a scale maps amax onto."""
+
+    e4m3: torch.dtype  # more mantissa: x, w
+    e5m2: torch.dtype  # more range: dy
+
+
+OCP = Formats(torch.float8_e4m3fn, torch.float8_e5m2)
+FNUZ = Formats(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+class Gpu(NamedTuple):
+    """One GPU as the driver reports it."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    driver: str
+
+
+class Support(NamedTuple):
+    """Whether FP8 GEMMs of a device can run natively, and the reason in words."""
+
+    native: bool
+    reason: str
+
+
+@lru_cache(maxsize=None)
+def amd_architecture(device: torch.device) -> str | None:
+    """Return an AMD GPU's architecture, such as "gfx942", or None for any other device."""
+    if device.type != "cuda" or torch.version.hip is None:
+        return None
+    name: str = torch.cuda.get_device_properties(device).gcnArchName
+    return name.split(":")[0]  # "gfx942:sramecc+:xnack-"
+
+
+def formats(device: torch.device) -> Formats:
+    """Return the FP8 dtypes that `device` computes in."""
+    architecture = amd_architecture(device)
+    return FNUZ if architecture is not None and architecture.startswith("gfx94") else OCP
+
+
+formats._dynamo_marked_constant = True  # type: ignore[attr-defined] # see ops.backend
+
+
+@lru_cache(maxsize=None)
+def support(device: torch.device) -> Support:
+    """Say whether `device` has what native FP8 needs; whether that is built is `build`'s matter."""
+    if device.type == "cpu":
+        return Support(False, "a CPU has no FP8 units")
+    if device.type == "meta":
+        return Support(False, "meta tensors hold no data")
+    if device.type != "cuda":
+        return Support(False, f"no FP8 GEMM is known for devices of type {device.type!r}")
+    architecture = amd_architecture(device)
+    if architecture is not None:
+        return Support(False, f"the native path calls cuBLASLt; {device} is an AMD {architecture}")
+    name = torch.cuda.get_device_name(device)
+    return capability_support(name, torch.cuda.get_device_capability(device))
+
+
+def capability_support(name: str, capability: tuple[int, int]) -> Support:
+    """The same for an NVIDIA GPU known by name and compute capability."""
+    found = f"{name} has compute capability {capability[0]}.{capability[1]}"
+    if capability < NATIVE_SINCE:
+        need = f"{NATIVE_SINCE[0]}.{NATIVE_SINCE[1]}"
+        return Support(False, f"{found}; FP8 needs {need} or newer (Ada, Hopper, Blackwell)")
+    return Support(True, found)
+
+
+@lru_cache(maxsize=None)
+def gpus() -> tuple[Gpu, ...]:
+    """Return the NVIDIA GPUs of this machine, through NVML; empty where there is none.
+
+    All of them, also those hidden by CUDA_VISIBLE_DEVICES, so that one build serves every process.
+    """
+    import pynvml  # loads libnvidia-ml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver
+        return ()
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return tuple(_describe(handle) for handle in handles)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _describe(handle: object) -> Gpu:
+    import pynvml
+
+    return Gpu(
+        name=pynvml.nvmlDeviceGetName(handle),
+        capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        memory_bytes=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+        driver=pynvml.nvmlSystemGetDriverVersion(),
+    )

@@ -1,0 +1,210 @@
+"""FP8 linear layer: three GEMMs, each on freshly quantised operands. Start reading here.
+
+    y  = x  @ w.T + b   x, w: e4m3    [M, K] @ [N, K].T          fast accumulation
+    dx = dy @ w         dy:   e5m2    [M, N] @ [K, N].T   (w_t)
+    dw = dy.T @ x                     [N, M] @ [K, M].T   (dy_t, x_t)
+    db = dy.sum(0)      from the unquantised dy, in f32
+
+Every GEMM is the K-major form, so each tensor is quantised once, into the layouts that its GEMMs
+need. Forward keeps FP8 copies only (x_t, w_t and their scales: a byte per element instead of two or
+four), and only those whose gradient somebody wants.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import device, ops
+from .recipe import Recipe, resolve
+
+
+def linear(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: str | Recipe = "tensorwise",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return `y = x @ w.T + bias` with FP8 operands; differentiable once.
+
+    Args:
+        x: [..., K] bf16, f16 or f32, any strides; `...` may be nothing, or hold a 0.
+        w: [N, K] bf16, f16 or f32; f32 master weights may meet bf16 activations.
+        bias: [N] bf16, f16 or f32, or None. With a 16-bit result it is rounded to that dtype.
+        recipe: a name ("tensorwise") or a recipe object.
+        out_dtype: dtype of y; by default x's, or autocast's inside `torch.autocast`.
+
+    Returns:
+        y: [..., N]. Gradients have the dtype of what they belong to: an f32 `w` gets an f32 `dw`,
+        unrounded.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices that do not fit, as `F.linear` does; CUDA tensors
+            where native FP8 does not exist; a second derivative.
+        TypeError: `x`, `w` or `bias` is not a tensor.
+        ValueError: no recipe has that name.
+
+    Example:
+        >>> x, w = torch.ones(2, 3), torch.eye(4, 3)
+        >>> fp8lt.linear(x, w, torch.tensor([0., 1., 2., 3.]))
+        tensor([[1., 2., 3., 3.],
+                [1., 2., 3., 3.]])
+    """
+    recipe = resolve(recipe)
+    _check(x, w, bias, out_dtype)
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    emulated = ops.backend(x.device, recipe.emulate)
+    *lead, k = x.shape
+    x2d = x.reshape(torch.Size(lead).numel(), k)
+    args = (x2d, w, bias, recipe, out_dtype or x.dtype, emulated)
+    wanted = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, w, bias)
+    )
+    y: Tensor = _Linear.apply(*args) if wanted else _forward(*args, need_x=False, need_w=False)[0]
+    return y.view(*lead, w.shape[0])
+
+
+def _forward(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    emulated: bool,
+    *,
+    need_x: bool,
+    need_w: bool,
+) -> tuple[Tensor, ops.Quantized, ops.Quantized]:
+    """Return y and the FP8 x and w, transposed where a gradient will need that."""
+    fp8 = recipe.forward_dtype(device.formats(x.device))
+    xq = ops.quantize_tensorwise(x, fp8, transposed=need_w, emulated=emulated)
+    wq = ops.quantize_tensorwise(w, fp8, transposed=need_x, emulated=emulated)
+    y = ops.gemm_nt(
+        xq.data, wq.data, xq.scale_inv, wq.scale_inv, x.shape[0], w.shape[0],
+        bias=bias, out_dtype=out_dtype, fast_accum=recipe.fast_accum_output, emulated=emulated,
+    )  # fmt: skip
+    return y, xq, wq
+
+
+class _Refuse(torch.autograd.Function):
+    """A gradient, unchanged, that cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, anchor: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> None:
+        raise RuntimeError(
+            "fp8lt.linear cannot be differentiated twice: backward has only FP8 copies of x and w. "
+            "Run the layers of a gradient penalty in high precision (fp8lt.disable_fp8)"
+        )
+
+
+def _differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """Make a second derivative an error, also where `dy` itself is a constant.
+
+    torch's own decorator lets that case pass: the second derivative would silently lack the part
+    through x and w.
+    """
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, dy: Tensor) -> tuple:
+        with torch.no_grad():
+            gradients = backward(ctx, dy)
+        if not torch.is_grad_enabled():  # it is with create_graph=True only
+            return gradients
+        anchor = torch.empty(0, requires_grad=True)
+        return tuple(g if g is None else _Refuse.apply(g, anchor) for g in gradients)
+
+    return wrapped
+
+
+class _Linear(torch.autograd.Function):
+    """Plumbing: what backward needs rides on `ctx`, because it may run on another thread."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # [M, K]
+        w: Tensor,  # [N, K]
+        bias: Tensor | None,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        emulated: bool,
+    ) -> Tensor:
+        need_x, need_w, _, *_ = ctx.needs_input_grad
+        y, xq, wq = _forward(
+            x, w, bias, recipe, out_dtype, emulated, need_x=need_x, need_w=need_w
+        )
+        ctx.save_for_backward(
+            *((xq.data_t, xq.scale_inv) if need_w else (None, None)),
+            *((wq.data_t, wq.scale_inv) if need_x else (None, None)),
+        )
+        ctx.recipe, ctx.emulated, ctx.k = recipe, emulated, x.shape[1]
+        ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @_differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x_t, x_scale_inv, w_t, w_scale_inv = ctx.saved_tensors
+        need_x, need_w, need_bias, *_ = ctx.needs_input_grad
+        recipe, emulated, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.emulated, ctx.dtypes
+        (m, n), k = dy.shape, ctx.k
+        dx = dw = db = None
+        if need_x or need_w:
+            dyq = ops.quantize_tensorwise(
+                dy, recipe.backward_dtype(device.formats(dy.device)),
+                row_major=need_x, transposed=need_w, emulated=emulated,
+            )  # fmt: skip
+        if need_x:
+            dx = ops.gemm_nt(
+                dyq.data, w_t, dyq.scale_inv, w_scale_inv, m, k, out_dtype=x_dtype,
+                fast_accum=recipe.fast_accum_grad_input, emulated=emulated,
+            )  # fmt: skip
+        if need_w:
+            dw = ops.gemm_nt(
+                dyq.data_t, x_t, dyq.scale_inv, x_scale_inv, n, k, out_dtype=w_dtype,
+                fast_accum=recipe.fast_accum_grad_weight, emulated=emulated,
+            )  # fmt: skip
+        if need_bias:
+            db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
+        return dx, dw, db, None, None, None
+
+
+def _check(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+    """Check once, at the public edge: what came and what is wanted."""
+    for name, t in (("x", x), ("w", w), ("bias", bias)):
+        if t is None and name == "bias":
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"fp8lt.linear: want {name} to be a tensor, got {type(t).__name__}")
+        if t.dtype not in ops.REAL_DTYPES:
+            raise RuntimeError(
+                f"fp8lt.linear: want {name} of bfloat16, float16 or float32, got {t.dtype}"
+            )
+        if t.device != x.device:
+            raise RuntimeError(
+                f"fp8lt.linear: want all tensors on one device, got x on {x.device} and "
+                f"{name} on {t.device}"
+            )
+    if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1]:
+        raise RuntimeError(
+            "fp8lt.linear: want x [..., K] and w [N, K], "
+            f"got x {list(x.shape)} and w {list(w.shape)}"
+        )
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise RuntimeError(
+            f"fp8lt.linear: want bias [{w.shape[0]}], one per row of w {list(w.shape)}, "
+            f"got {list(bias.shape)}"
+        )
+    if out_dtype is not None and out_dtype not in ops.REAL_DTYPES:
+        raise RuntimeError(
+            f"fp8lt.linear: want out_dtype bfloat16, float16 or float32, got {out_dtype}"
+        )

@@ -1,0 +1,406 @@
+"""Train a small byte-level GPT with FP8 linear layers on real text, and compare it with bf16.
+
+    python tools/train.py                                  # FP8, sized for what the machine has
+    python tools/train.py --compare bf16 --plot train.png  # then the same in bf16, and a plot
+
+The text is the source code of the running Python's standard library (or `--data FILE...`), cut into
+blocks; every 20th block is validation text that is never trained on. All runs of one command share
+seed, initial weights and data order, so the recipe is all that differs. Matmuls that are not FP8
+run in bf16 (autocast) over f32 master weights, on the CPU too.
+
+The table shows the validation loss in nats per byte before the first step and after the last
+(8 bits is 5.55 nats, pure guessing) and the speed in the second half of the steps, when caches and
+clocks have settled. Validation uses the precision that was trained. The last line of stdout is the
+same and more as one JSON document. Exit codes: 0 trained, 1 the loss stopped being finite, 2 a bad
+argument, 130 interrupted.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import gc
+import importlib.util
+import json
+import math
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpt import GPT, loss_of
+from torch import Tensor, nn
+from tqdm import tqdm  # type: ignore[import-untyped]
+from train_report import plot, table
+from train_text import Text, read_text, stdlib_files, train_starts, val_starts, windows
+
+BF16 = "bf16"  # the one recipe that is not fp8lt's: nothing is converted
+REPORT_EVERY = 10  # steps between two looks at the loss; each look waits for the GPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """All that decides a run except the recipe. Each field is a flag."""
+
+    dim: int
+    layers: int
+    heads: int
+    seq: int
+    batch: int
+    steps: int
+    warmup: int
+    lr: float
+    eval_batches: int
+    max_bytes: int
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    tie: bool = False
+    fp8_head: bool = False
+    compile: bool = False
+
+
+HELP = {
+    "dim": "model width",
+    "layers": "transformer blocks",
+    "heads": "attention heads",
+    "seq": "bytes per sequence",
+    "batch": "sequences per step",
+    "steps": "optimiser steps",
+    "warmup": "steps of linear learning-rate warm-up, before the cosine",
+    "lr": "peak learning rate",
+    "eval_batches": "batches of validation text",
+    "max_bytes": "read this much text at most",
+    "weight_decay": "AdamW's weight decay",
+    "clip": "largest norm of the whole gradient",
+    "seed": "of the weights and the data order",
+    "tie": "share the embedding's weight with the head",
+    # The head's error goes straight into the loss, and with 256 outputs it is too narrow to gain.
+    "fp8_head": "convert the output head too",
+    "compile": "run the model under torch.compile",
+}
+PRESETS = {
+    "cpu": Config(128, 4, 2, 128, 16, 240, 20, 3e-3, 8, 4_000_000),
+    "gpu": Config(2048, 8, 16, 1024, 16, 300, 30, 6e-4, 8, 16_000_000),
+}
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on."""
+
+
+def recipe_config(recipe: str) -> Any:
+    """Return fp8lt's config of that name, or None for bf16; fp8lt alone knows the names."""
+    if recipe == BF16:
+        return None
+    # Imported late: the first import may compile an extension, and bf16 does not need it.
+    import fp8lt
+
+    return fp8lt.Float8LinearConfig.from_recipe_name(recipe)
+
+
+def convert(model: nn.Module, recipe: str, fp8_head: bool) -> int:
+    """Convert the linear layers in place; return how many are FP8 now. The embedding is no GEMM."""
+    if recipe == BF16:
+        return 0
+    import fp8lt
+
+    fp8lt.convert_to_float8_training(
+        model,
+        config=recipe_config(recipe),
+        module_filter_fn=lambda _, name: fp8_head or name != "head",
+    )
+    return sum(isinstance(module, fp8lt.Linear) for module in model.modules())
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    # bf16 on the CPU as well: with AVX512-BF16 its training step took 0.73 to 0.83 of f32's time.
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def clock(device: torch.device) -> float:
+    """Return the time in seconds, once the device has finished what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def learning_rate(step: int, config: Config) -> float:
+    """Return lr: a linear warm-up, then a cosine from the peak down to a tenth of it."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    done = (step - config.warmup) / (config.steps - config.warmup)
+    return config.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, text: Tensor, config: Config) -> float:
+    """Return the mean loss over the validation windows, in the layers' own precision."""
+    model.eval()
+    total = torch.zeros((), device=text.device)
+    for starts in val_starts(text, config.seq, config.eval_batches, config.batch):
+        with autocast(text.device):
+            total += loss_of(model, windows(text, starts, config.seq))
+    model.train()
+    loss = total.item() / config.eval_batches
+    if not math.isfinite(loss):
+        raise TrainingError(f"the validation loss is {loss}")
+    return loss
+
+
+def train_steps(model: nn.Module, text: Tensor, config: Config) -> Iterator[Tensor]:
+    """Train; after each step yield its loss, [] f32 on the device."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+    )
+    all_starts = train_starts(text, config.seq, config.steps, config.batch, config.seed)
+    for step, starts in enumerate(all_starts):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        with autocast(text.device):
+            loss = loss_of(model, windows(text, starts, config.seq))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def check_finite(losses: list[float], first_step: int) -> None:
+    for step, loss in enumerate(losses, first_step):
+        if not math.isfinite(loss):
+            raise TrainingError(f"the loss of step {step} is {loss}; try a smaller --lr")
+
+
+def fit(model: nn.Module, text: Tensor, config: Config, recipe: str) -> tuple[list[float], float]:
+    """Train with a progress bar; return the loss of every step, and tokens/s in the second half."""
+    device, tokens = text.device, config.batch * config.seq
+    losses: list[float] = []
+    pending: list[Tensor] = []
+    half, half_time = config.steps // 2, clock(device)
+    last_time = half_time
+    with tqdm(total=config.steps, desc=recipe, unit="step", dynamic_ncols=True) as bar:
+        for step, loss in enumerate(train_steps(model, text, config), 1):
+            pending.append(loss)
+            if step == half:
+                half_time = clock(device)
+            if step % REPORT_EVERY and step < config.steps:
+                continue
+            new, pending = torch.stack(pending).tolist(), []
+            check_finite(new, len(losses) + 1)
+            losses += new
+            now = clock(device)
+            speed = tokens * len(new) / (now - last_time)
+            last_time = now
+            bar.set_postfix_str(f"loss {new[-1]:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            bar.update(len(new))
+    return losses, tokens * (config.steps - half) / (clock(device) - half_time)
+
+
+def run(recipe: str, config: Config, text: Text, device: torch.device) -> dict[str, Any]:
+    """Train one model from scratch; return the measurements."""
+    gc.collect()  # the last run's model, so that it does not count towards this one's memory
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    begin = clock(device)
+    torch.manual_seed(config.seed)
+    with device:
+        model = GPT(config.dim, config.layers, config.heads, config.seq, config.tie)
+    fp8_layers = convert(model, recipe, config.fp8_head)
+    if config.compile:
+        model.compile()
+    train, val = text.train.to(device), text.val.to(device)
+    val_start = evaluate(model, val, config)
+    losses, tokens_per_s = fit(model, train, config, recipe)
+    val_end = evaluate(model, val, config)
+    on_cuda = device.type == "cuda"
+    return {
+        "recipe": recipe,
+        "fp8_layers": fp8_layers,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "val_loss_start": val_start,
+        "val_loss_end": val_end,
+        "tokens_per_s": tokens_per_s,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_cuda else None,
+        "seconds": clock(device) - begin,
+        "train_losses": losses,
+    }
+
+
+def check_config(config: Config) -> None:
+    """Raise ValueError naming the flag, what came and what is wanted."""
+    free = ("seed", "weight_decay", "warmup", "tie", "fp8_head", "compile")
+    rules = [
+        (name, 0 < value < math.inf, "above 0")
+        for name, value in dataclasses.asdict(config).items()
+        if name not in free
+    ] + [
+        ("seed", 0 <= config.seed < 2**63, "in 0 ... 2**63 - 1"),
+        ("weight_decay", 0 <= config.weight_decay < math.inf, "0 or above"),
+        ("warmup", 0 <= config.warmup <= config.steps, f"in 0 ... --steps {config.steps}"),
+        # Rotary positions turn pairs, so each head has an even width.
+        ("dim", config.heads > 0 and config.dim % (2 * config.heads) == 0,
+         f"a multiple of 2 * --heads = {2 * config.heads}"),
+    ]  # fmt: skip
+    for name, good, wanted in rules:
+        if not good:
+            flag = name.replace("_", "-")
+            raise ValueError(f"argument --{flag}: got {getattr(config, name)}, want {wanted}")
+
+
+def choose_config(args: argparse.Namespace) -> Config:
+    """Return the preset with the flags that were given in place of its values."""
+    preset = PRESETS[args.preset]
+    names = [field.name for field in dataclasses.fields(Config)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    # A run shortened by --steps alone warms up for a smaller part of it.
+    warmup = min(preset.warmup, given.get("steps", preset.steps) // 10)
+    config = dataclasses.replace(preset, **{"warmup": warmup, **given})
+    check_config(config)
+    return config
+
+
+def choose_text(args: argparse.Namespace, config: Config) -> Text:
+    files = args.data or stdlib_files()
+    source = ", ".join(path.name for path in args.data or []) or (
+        f"Python {platform.python_version()} standard library"
+    )
+    try:
+        text = read_text(files, config.max_bytes, source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"argument --data: {error}") from error
+    if config.seq >= len(text.val):
+        raise ValueError(
+            f"argument --seq: got {config.seq}, want below {len(text.val)}, "
+            f"the bytes of validation text in {source}"
+        )
+    return text
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Find out before the training what would fail after it."""
+    for flag, path in (("--json", args.json), ("--plot", args.plot)):
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"argument {flag}: got {path}, want a file in a folder that exists")
+    if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"argument --plot: got {args.plot}, want a .png, .svg or .pdf")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise ValueError("argument --plot: matplotlib is missing; pip install matplotlib")
+
+
+def check_recipes(args: argparse.Namespace) -> None:
+    for flag, recipes in (("--recipe", [args.recipe]), ("--compare", args.compare)):
+        for recipe in recipes:
+            try:
+                recipe_config(recipe)
+            except ModuleNotFoundError as error:
+                hint = "pip install . or set PYTHONPATH=. in the repository's root"
+                raise ValueError(f"argument {flag}: {error}; {hint}") from error
+            except (ValueError, NotImplementedError) as error:
+                raise ValueError(f"argument {flag}: {error}") from error
+
+
+def make_parser() -> argparse.ArgumentParser:
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="train.py", description=summary, epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    gpu = torch.cuda.is_available()
+    parser.add_argument("--recipe", default="tensorwise", help="an fp8lt recipe, or bf16")
+    parser.add_argument("--compare", nargs="+", default=[], metavar="RECIPE", help="then these")
+    parser.add_argument("--preset", choices=PRESETS, default="gpu" if gpu else "cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if gpu else "cpu")
+    parser.add_argument("--data", nargs="+", type=Path, metavar="FILE", help="train on these files")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here too")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="where the curves go")
+    for field in dataclasses.fields(Config):
+        flag = "--" + field.name.replace("_", "-")
+        values = " ".join(f"{name}: {getattr(c, field.name)}" for name, c in PRESETS.items())
+        text = f"{HELP[field.name]} ({values})"
+        if field.type is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            kind = float if field.type is float else int
+            parser.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text)
+    return parser
+
+
+def git_commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or torch.version.hip,
+        "commit": git_commit(),
+    }
+
+
+def prepare(args: argparse.Namespace) -> tuple[Config, Text]:
+    """Check all that the user chose, cheapest first."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("argument --device: got cuda, want cpu: torch sees no GPU here")
+    if args.compare and not args.plot:
+        args.plot = (args.json.parent if args.json else Path()) / "train.png"
+    config = choose_config(args)
+    check_outputs(args)
+    text = choose_text(args, config)
+    check_recipes(args)
+    return config, text
+
+
+def train(args: argparse.Namespace, config: Config, text: Text) -> None:
+    device = torch.device(args.device)
+    report = {
+        **machine(device),
+        "preset": args.preset,
+        "config": dataclasses.asdict(config),
+        "text": text.summary(),
+        "runs": [run(recipe, config, text, device) for recipe in [args.recipe, *args.compare]],
+    }
+    print(table(report))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.plot:
+        plot(report, args.plot)
+        print(f"plot: {args.plot}")
+    print(json.dumps(report))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        try:
+            config, text = prepare(args)
+        except ValueError as error:
+            parser.error(str(error))  # exits with 2
+        train(args, config, text)
+    except TrainingError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    except torch.OutOfMemoryError as error:
+        print(f"train.py: {error}; try a smaller --batch", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("train.py: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
