@@ -71,13 +71,18 @@ def loaded_library() -> Path | None:
     return _outcome[0] if _outcome is not None else None
 
 
+def failure() -> str | None:
+    """Return why the extension could not be had, or None if it was, or was not tried yet."""
+    return _outcome[1] if _outcome is not None else None
+
+
 def on_import() -> None:
     """Do what FP8LT_BUILD says at import: load or compile, or nothing. Never raises for a build."""
     policy = settings.read().build
     if policy == "force" or (policy == "auto" and _has_native_gpu()):
-        failure = ensure()
-        if failure is not None:
-            warnings.warn(f"fp8lt runs without its CUDA extension: {failure}", stacklevel=3)
+        reason = ensure()
+        if reason is not None:
+            warnings.warn(f"fp8lt runs without its CUDA extension: {reason}", stacklevel=3)
 
 
 def _has_native_gpu() -> bool:
@@ -100,18 +105,15 @@ def _load() -> Path:
     cache = _cache_dir()
     key = cache_key(_sources(), json.dumps(spec, sort_keys=True), _versions(tools))
     library = cache / key / "fp8lt.so"
-    for attempt in (1, 2):
-        if not library.exists():
-            with _locked(cache / f"{key}.lock"):
-                if not library.exists():  # another process may have built it meanwhile
-                    _build(tools, spec, library.parent)
-        try:
-            torch.ops.load_library(str(library))
-            break
-        except OSError as error:
-            if attempt == 2:
-                raise BuildError(f"the compiled extension does not load: {error}") from error
-            shutil.rmtree(library.parent, ignore_errors=True)  # damaged on disk: build it anew
+    if not _is_intact(library):
+        with _locked(cache / f"{key}.lock"):
+            if not _is_intact(library):  # another process may have built it meanwhile
+                shutil.rmtree(library.parent, ignore_errors=True)
+                _build(tools, spec, library.parent)
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise BuildError(f"the compiled extension {library} does not load: {error}") from error
     compiled, loaded = torch.ops.fp8lt.cublaslt_versions()
     if compiled // 10000 != loaded // 10000:
         raise BuildError(
@@ -201,6 +203,7 @@ def _build(tools: Toolchain, spec: dict[str, object], target: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
         raise BuildError(_explain(kept))
     _check_binary(work / "fp8lt.so", tools)
+    _digest_file(work / "fp8lt.so").write_text(_digest(work / "fp8lt.so"))
     for intermediate in (*work.glob("*.o"), *work.glob(".ninja*"), work / "libcudart.so"):
         intermediate.unlink()
     # Fails if another machine, on a shared disk where the lock does not reach, was faster: fine.
@@ -236,8 +239,25 @@ def _explain(log: Path) -> str:
     """Say why a compile failed: the first lines of the log that are errors, and where it is."""
     lines = log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if re.search(r"\berror\b|Error:|cannot find", line)]
-    said = "\n".join(f"  {line}" for line in (errors or lines[-5:])[:5])
+    unique = list(dict.fromkeys(errors or lines[-5:]))
+    said = "\n".join(f"  {line}" for line in unique[:5])
     return f"compiling the CUDA extension failed:\n{said}\nThe whole log: {log}"
+
+
+def _digest_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+def _is_intact(library: Path) -> bool:
+    """Say whether the library is there as it was published: loading a truncated one is a SIGBUS."""
+    try:
+        return _digest_file(library).read_text() == _digest(library)
+    except OSError:
+        return False
 
 
 def _check_binary(library: Path, tools: Toolchain) -> None:

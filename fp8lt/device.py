@@ -8,7 +8,7 @@ here touches a GPU until it is asked about a device, and `gpus` asks the driver,
 a process may still fork afterwards.
 """
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ class Support(NamedTuple):
     reason: str
 
 
-@lru_cache(maxsize=None)
+@cache
 def amd_architecture(device: torch.device) -> str | None:
     """Return an AMD GPU's architecture, such as "gfx942", or None for any other device."""
     if device.type != "cuda" or torch.version.hip is None:
@@ -61,7 +61,7 @@ def formats(device: torch.device) -> Formats:
 formats._dynamo_marked_constant = True  # type: ignore[attr-defined] # see ops.backend
 
 
-@lru_cache(maxsize=None)
+@cache
 def support(device: torch.device) -> Support:
     """Say whether `device` has what native FP8 needs; whether that is built is `build`'s matter."""
     if device.type == "cpu":
@@ -86,7 +86,7 @@ def capability_support(name: str, capability: tuple[int, int]) -> Support:
     return Support(True, found)
 
 
-@lru_cache(maxsize=None)
+@cache
 def gpus() -> tuple[Gpu, ...]:
     """Return the NVIDIA GPUs of this machine, through NVML; empty where there is none.
 

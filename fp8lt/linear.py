@@ -56,8 +56,9 @@ def linear(
     """
     recipe = resolve(recipe)
     _check(x, w, bias, out_dtype)
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # autocast raises for meta
+        x = x.to(torch.get_autocast_dtype(kind))
     emulated = ops.backend(x.device, recipe.emulate)
     *lead, k = x.shape
     x2d = x.reshape(torch.Size(lead).numel(), k)
@@ -139,9 +140,7 @@ class _Linear(torch.autograd.Function):
         emulated: bool,
     ) -> Tensor:
         need_x, need_w, _, *_ = ctx.needs_input_grad
-        y, xq, wq = _forward(
-            x, w, bias, recipe, out_dtype, emulated, need_x=need_x, need_w=need_w
-        )
+        y, xq, wq = _forward(x, w, bias, recipe, out_dtype, emulated, need_x=need_x, need_w=need_w)
         ctx.save_for_backward(
             *((xq.data_t, xq.scale_inv) if need_w else (None, None)),
             *((wq.data_t, wq.scale_inv) if need_x else (None, None)),

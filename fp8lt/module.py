@@ -75,7 +75,7 @@ def convert_to_float8_training(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: want an nn.Module, got {type(module).__name__}")
     for name, layer in module.named_modules():
-        plain = type(layer)
+        plain: type[nn.Module] = type(layer)
         if isinstance(layer, Linear) or not issubclass(plain, nn.Linear):
             continue
         if plain is not nn.Linear and not convert_subclasses:
@@ -99,7 +99,7 @@ def revert(module: nn.Module) -> nn.Module:
             plain = layer._plain_class
             layer.__dict__.pop("_plain_class", None)
             del layer.recipe
-            layer.__class__ = plain
+            layer.__class__ = plain  # type: ignore[assignment] # that is how it is undone
     return module
 
 
@@ -118,7 +118,7 @@ def disable_fp8(module: nn.Module) -> Iterator[nn.Module]:
     """
     swapped = [(layer, type(layer)) for layer in module.modules() if isinstance(layer, Linear)]
     for layer, _ in swapped:
-        layer.__class__ = layer._plain_class
+        layer.__class__ = layer._plain_class  # type: ignore[assignment]
     try:
         yield module
     finally:
@@ -135,6 +135,5 @@ def _recipe(config: Float8LinearConfig | Recipe | str | None) -> Recipe:
         return resolve(config)
     except TypeError:
         raise TypeError(
-            "config: want a Float8LinearConfig, a recipe or its name, "
-            f"got {type(config).__name__}"
+            f"config: want a Float8LinearConfig, a recipe or its name, got {type(config).__name__}"
         ) from None

@@ -95,9 +95,7 @@ def gemm_nt(
     return y if after is None else y.add_(after)
 
 
-def _place_bias(
-    bias: Tensor | None, out_dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
+def _place_bias(bias: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Split a bias into the one the epilogue adds and the one added after the GEMM."""
     if bias is None:
         return None, None
@@ -178,9 +176,7 @@ def _check_gemm(
             f"fp8lt: {a.dtype} @ {b.dtype} does not exist in hardware: one of a and b must be e4m3"
         )
     if out_dtype not in REAL_DTYPES:
-        raise RuntimeError(
-            f"fp8lt: want out_dtype float32, float16 or bfloat16, got {out_dtype}"
-        )
+        raise RuntimeError(f"fp8lt: want out_dtype float32, float16 or bfloat16, got {out_dtype}")
     if bias is not None:
         _check_epilogue(bias, n, out_dtype)
 

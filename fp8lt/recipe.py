@@ -43,7 +43,7 @@ class DynamicScaling:
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        if self.fp8_format == "e5m2":  # type: ignore[comparison-overlap]
+        if self.fp8_format == "e5m2":
             raise ValueError(
                 "fp8_format: 'e5m2' would need e5m2 @ e5m2 GEMMs, which no GPU has; "
                 "want 'hybrid' (e5m2 for dy only) or 'e4m3'"

@@ -40,7 +40,7 @@ def find() -> Toolchain:
         raise ToolchainError(
             f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch"
         )
-    cuda_home, nvcc_version = _cuda_home()
+    cuda_home, nvcc_version = _cuda_home(torch.version.cuda.split(".")[0])
     includes = _include_dirs(cuda_home)
     cxx = os.environ.get("CXX") or "c++"
     return Toolchain(
@@ -49,15 +49,14 @@ def find() -> Toolchain:
         cxx=cxx,
         cxx_version=_cxx_version(cxx),
         include_dirs=includes,
-        cublaslt=_loaded_library("libcublasLt.so"),
-        cudart=_loaded_library("libcudart.so"),
+        cublaslt=loaded_library("libcublasLt.so"),
+        cudart=loaded_library("libcudart.so"),
         ninja_dir=_ninja_dir(),
     )
 
 
-def _cuda_home() -> tuple[Path, str]:
-    """Return the first CUDA home with a working nvcc of torch's major version, and that version."""
-    want = torch.version.cuda.split(".")[0]
+def _cuda_home(want: str) -> tuple[Path, str]:
+    """Return the first CUDA home with a working nvcc of major version `want`, and its version."""
     rejected = []
     for origin, home in _candidates():
         version = _nvcc_version(home / "bin" / "nvcc")
@@ -136,7 +135,7 @@ def _cxx_version(cxx: str) -> str:
     return version[0]
 
 
-def _loaded_library(name: str) -> Path:
+def loaded_library(name: str) -> Path:
     """Return the file of a shared library that this process has loaded (torch has loaded these)."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         file = line.split(maxsplit=5)[-1]

@@ -39,7 +39,9 @@ def run(
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
-def check_same_operands(shape: tuple[int, int, int], on: torch.device, bound: float = T_SAME) -> None:
+def check_same_operands(
+    shape: tuple[int, int, int], on: torch.device, bound: float = T_SAME
+) -> None:
     """Compare with float64 on the operands as they are quantised."""
     m, n, k = shape
     x = randn(m, k, on=on, dtype=torch.bfloat16, seed=1)
@@ -140,7 +142,9 @@ def test_nothing_in_is_nothing_or_zero_out(on: torch.device) -> None:
     assert not b.grad.any()
     no_k = fp8lt.linear(torch.zeros(3, 0, device=on), torch.zeros(4, 0, device=on), b[:4])
     assert torch.equal(no_k, torch.ones(3, 4, device=on))
-    no_n = fp8lt.linear(torch.ones(3, 5, device=on, requires_grad=True), torch.ones(0, 5, device=on))
+    no_n = fp8lt.linear(
+        torch.ones(3, 5, device=on, requires_grad=True), torch.ones(0, 5, device=on)
+    )
     assert no_n.shape == (3, 0)
     no_n.sum().backward()
 
@@ -205,7 +209,9 @@ def test_an_expanded_gradient_equals_a_contiguous_one(on: torch.device) -> None:
         assert all(map(torch.equal, got, want))
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_shape_and_stride_is_right(on: torch.device, data: st.DataObject) -> None:
     m, n, k = (data.draw(st.integers(0, 70), label=name) for name in "MNK")
@@ -244,7 +250,7 @@ class CountOps(TorchDispatchMode):
         super().__init__()
         self.counts = {"gemm_nt": 0, "quantize_tensorwise": 0}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__.split(".")[0]
         if name in self.counts:
             self.counts[name] += 1
@@ -451,8 +457,17 @@ def test_bad_arguments_name_themselves(args: tuple, kind: type[Exception], messa
         fp8lt.linear(*args)
 
 
-@pytest.mark.parametrize("args", [(X, torch.ones(4, 5)), (X, torch.ones(4, 3, 1)), (X.int(), W),
-                                  (torch.ones(()), W), (X, W, torch.ones(5)), ([1.0], W)])  # fmt: skip
+@pytest.mark.parametrize(
+    "args",
+    [
+        (X, torch.ones(4, 5)),
+        (X, torch.ones(4, 3, 1)),
+        (X.int(), W),
+        (torch.ones(()), W),
+        (X, W, torch.ones(5)),
+        ([1.0], W),
+    ],
+)
 def test_error_classes_are_those_of_f_linear(args: tuple) -> None:
     with pytest.raises(Exception) as reference:  # noqa: PT011
         F.linear(*args)

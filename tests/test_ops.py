@@ -106,7 +106,9 @@ def _like(view: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("row_major", "transposed"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("row_major", "transposed"), [(True, False), (False, True), (False, False)]
+)
 def test_native_makes_only_the_layouts_asked_for(row_major: bool, transposed: bool) -> None:
     x = randn(130, 70, on=torch.device("cuda"), dtype=torch.bfloat16)
     both = ops.quantize_tensorwise(x, E4M3)
@@ -269,22 +271,20 @@ def test_operators_pass_opcheck(
     monkeypatch.setattr(
         torch,
         "allclose",
-        lambda a, b, **options: torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        if a.dtype in FP8
-        else allclose(a, b, **options),
+        lambda a, b, **options: (
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            if a.dtype in FP8
+            else allclose(a, b, **options)
+        ),
     )
     x = randn(*shape, on=on, dtype=torch.bfloat16)
     for view in (x, x.t().contiguous().t(), x[:, :1].expand(shape)):
-        torch.library.opcheck(
-            torch.ops.fp8lt.quantize_tensorwise.default, (view, E4M3, True, True)
-        )
+        torch.library.opcheck(torch.ops.fp8lt.quantize_tensorwise.default, (view, E4M3, True, True))
     q = ops.quantize_tensorwise(x, E4M3)
     bias = randn(shape[0], on=on, dtype=torch.bfloat16)
     for b in (None, bias):
         args = (q.data, q.data, q.scale_inv, q.scale_inv, shape[0], shape[0], b)
-        torch.library.opcheck(
-            torch.ops.fp8lt.gemm_nt.default, (*args, torch.bfloat16, False)
-        )
+        torch.library.opcheck(torch.ops.fp8lt.gemm_nt.default, (*args, torch.bfloat16, False))
 
 
 def test_meta_tensors_get_shapes_without_anything_built() -> None:
@@ -310,7 +310,10 @@ def bad_gemm(on: torch.device, **change: object) -> None:
         (lambda d: {"a": torch.zeros(32, 48, device=d)}, "want a in an FP8 dtype, got"),
         (lambda d: {"out_dtype": E4M3}, "want out_dtype float32, float16 or bfloat16, got"),
         (lambda d: {"bias": torch.zeros(31, device=d)}, r"want bias \[32\].*, got \[31\]"),
-        (lambda d: {"a_scale_inv": torch.ones(2, device=d)}, r"want a_scale_inv one float32.*\[2\]"),
+        (
+            lambda d: {"a_scale_inv": torch.ones(2, device=d)},
+            r"want a_scale_inv one float32.*\[2\]",
+        ),
     ],
 )
 def test_gemm_refuses_what_it_cannot_do_and_says_why(

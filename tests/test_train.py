@@ -194,6 +194,7 @@ def test_sequences_reach_both_ends_of_the_text() -> None:
     assert train_text.windows(text, starts, 4)[-1].tolist() == [35, 36, 37, 38, 39]
     drawn = train_text.train_starts(text, 4, 500, 2, seed=0)
     assert [drawn.min().item(), drawn.max().item()] == [0, 35]
+    assert not torch.equal(drawn, train_text.train_starts(text, 4, 500, 2, seed=1))
 
 
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:

@@ -312,16 +312,18 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     gpu = torch.cuda.is_available()
     parser.add_argument("--recipe", default="tensorwise", help="an fp8lt recipe, or bf16")
-    parser.add_argument("--compare", nargs="+", default=[], metavar="RECIPE", help="then these")
+    parser.add_argument(
+        "--compare", nargs="+", default=[], metavar="RECIPE", help="then these, e.g. bf16"
+    )
     parser.add_argument("--preset", choices=PRESETS, default="gpu" if gpu else "cpu")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if gpu else "cpu")
     parser.add_argument("--data", nargs="+", type=Path, metavar="FILE", help="train on these files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here too")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="where the curves go")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves here")
     for field in dataclasses.fields(Config):
         flag = "--" + field.name.replace("_", "-")
-        values = " ".join(f"{name}: {getattr(c, field.name)}" for name, c in PRESETS.items())
-        text = f"{HELP[field.name]} ({values})"
+        values = {name: getattr(config, field.name) for name, config in PRESETS.items()}
+        text = f"{HELP[field.name]} ({', '.join(f'{k}: {v}' for k, v in values.items())})"
         if field.type is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         else:

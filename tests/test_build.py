@@ -1,0 +1,209 @@
+"""The build: found tools, cache keys, one builder, messages. Real compilers, real processes.
+
+Compiling takes half a minute, so the whole thing happens once, for all tests of this file; it needs
+a CUDA build of torch and an nvcc, and is skipped, with the reason, where there is none.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8lt import build, toolchain
+
+Run = Callable[..., subprocess.CompletedProcess]
+LOAD = "import fp8lt; from fp8lt import build; print(build.loaded_library()); print(build.ensure())"
+
+
+def missing_toolchain() -> str | None:
+    try:
+        toolchain.find()
+    except toolchain.ToolchainError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+needs_toolchain = pytest.mark.skipif(
+    missing_toolchain() is not None, reason=f"no toolchain: {missing_toolchain()}"
+)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def run(cache: Path) -> Run:
+    """Run Python code in a process whose extension is built whether it has a GPU or not."""
+
+    def call(code: str = LOAD, wait: bool = True, **env: str) -> subprocess.CompletedProcess:
+        environment = {
+            **os.environ,
+            "FP8LT_BUILD": "force",
+            "FP8LT_CACHE_DIR": str(cache),
+            "TORCH_CUDA_ARCH_LIST": "9.0a",
+            **env,
+        }
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        if not wait:
+            return child  # type: ignore[return-value]
+        out, err = child.communicate(timeout=300)
+        assert child.returncode == 0, err
+        return subprocess.CompletedProcess(code, 0, out, err)
+
+    return call
+
+
+@needs_toolchain
+def test_two_processes_starting_cold_build_once_and_both_load(run: Run, cache: Path) -> None:
+    start = time.monotonic()
+    children = [run(wait=False), run(wait=False)]
+    outputs = [child.communicate(timeout=300) for child in children]  # type: ignore[attr-defined]
+    seconds = time.monotonic() - start
+    (library,) = cache.glob("*/fp8lt.so")
+    assert [out.splitlines() for out, _ in outputs] == [[str(library), "None"]] * 2
+    errors = "".join(err for _, err in outputs)
+    assert errors.count("compiling the CUDA extension") == 1
+    assert errors.count("waiting for another process") == 1
+    assert not list(cache.glob("*.build-*"))
+    print(f"cold build: {seconds:.0f} s")
+
+
+@needs_toolchain
+def test_a_second_import_loads_from_the_cache_quietly_and_fast(run: Run) -> None:
+    run()  # built by the test before, or now
+    done = run(
+        "import time, torch; t = time.perf_counter(); import fp8lt\n"
+        "print(time.perf_counter() - t); from fp8lt import build; assert build.loaded_library()"
+    )
+    assert done.stderr == ""
+    assert float(done.stdout) < 0.3  # measured 0.09 on two cores
+
+
+@needs_toolchain
+def test_the_binary_holds_code_for_hopper_and_links_the_libraries_of_torch(
+    run: Run, cache: Path
+) -> None:
+    run()
+    binary = next(cache.glob("*/fp8lt.so")).read_bytes()
+    assert b"sm_90a" in binary
+    assert b"libcublasLt.so.1" in binary
+    code = (
+        "import torch, fp8lt, re\n"
+        "maps = open('/proc/self/maps').read()\n"
+        "for name in ('libcublasLt.so', 'libcudart.so'):\n"
+        "    files = {f for f in maps.split() if '/' + name in f}\n"
+        "    assert len(files) == 1, files\n"
+        "compiled, loaded = torch.ops.fp8lt.cublaslt_versions()\n"
+        "assert compiled // 10000 == loaded // 10000 >= 12"
+    )
+    run(code)
+
+
+@needs_toolchain
+def test_a_damaged_binary_is_built_anew(run: Run, cache: Path) -> None:
+    run()
+    library = next(cache.glob("*/fp8lt.so"))
+    library.write_bytes(library.read_bytes()[:1000])
+    done = run()
+    assert done.stdout.splitlines() == [str(library), "None"]
+    assert "compiling" in done.stderr
+
+
+@needs_toolchain
+def test_a_failed_compile_is_one_warning_with_the_reason_and_the_log(
+    run: Run, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "broken-c++"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *--version*|*-v*|*-dump*) exec c++ "$@";; esac\n'
+        'echo "gemm.cpp:1: error: this compiler is broken" >&2; exit 1\n'
+    )
+    compiler.chmod(0o755)
+    done = run(CXX=str(compiler))
+    assert done.stdout.splitlines()[0] == "None"
+    assert done.stderr.count("error: this compiler is broken") == 1
+    assert "without its CUDA extension: compiling the CUDA extension failed" in done.stderr
+    log = Path(done.stdout.splitlines()[-1].removeprefix("The whole log: "))
+    assert "this compiler is broken" in log.read_text()
+
+
+def test_a_missing_nvcc_is_named_with_the_command_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(toolchain.torch.version, "cuda", "97.1")
+    with pytest.raises(
+        toolchain.ToolchainError, match=r"no nvcc of CUDA 97.*\n?.*fp8lt\[toolkit\]"
+    ):
+        toolchain.find()
+
+
+def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain.torch.version, "cuda", None)
+    with pytest.raises(toolchain.ToolchainError, match="built without CUDA"):
+        toolchain.find()
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(toolchain.ToolchainError, match="'no-such-compiler' does not run"):
+        toolchain._cxx_version("no-such-compiler")
+
+
+def test_build_off_neither_compiles_nor_loads(run: Run) -> None:
+    done = run(FP8LT_BUILD="off")
+    assert done.stdout.splitlines()[0] == "None"
+    assert "FP8LT_BUILD=off" in done.stdout
+    assert done.stderr == ""
+
+
+def test_nowhere_to_write_is_an_error_that_lists_what_was_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FP8LT_CACHE_DIR", "/dev/null/a")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/dev/null/b")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/c")
+    with pytest.raises(build.BuildError, match="set FP8LT_CACHE_DIR") as caught:
+        build._cache_dir()
+    assert all(f"/dev/null/{name}" in str(caught.value) for name in "abc")
+
+
+def test_everything_that_changes_the_binary_changes_the_key() -> None:
+    base = ({"a.cu": "x"}, "-O3", ["torch 1", "nvcc 13"])
+    others = [
+        ({"a.cu": "y"}, *base[1:]),
+        ({"b.cu": "x"}, *base[1:]),
+        (base[0], "-O2", base[2]),
+        (*base[:2], ["torch 2", "nvcc 13"]),
+    ]
+    keys = {build.cache_key(*inputs) for inputs in (base, *others)}
+    assert len(keys) == 5
+    assert build.cache_key(*base) == build.cache_key(*base)
+    assert all(len(key) == 16 for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("asked", "got"),
+    [("7.5 8.0;9.0a", "9.0a"), ("8.9;9.0+PTX", "8.9;9.0+PTX"), ("8.0", "9.0"), ("", "9.0")],
+)
+def test_architectures_are_those_asked_for_that_have_fp8(
+    monkeypatch: pytest.MonkeyPatch, asked: str, got: str
+) -> None:
+    monkeypatch.setattr(build.device, "gpus", lambda: ())
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", asked)
+    assert build.architectures() == got
+
+
+def test_architectures_default_to_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = build.device.Gpu("a GPU", (8, 9), 0, "580")
+    old = gpu._replace(capability=(8, 0))
+    monkeypatch.setattr(build.device, "gpus", lambda: (gpu._replace(capability=(9, 0)), gpu, old))
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    assert build.architectures() == "8.9;9.0"
