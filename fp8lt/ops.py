@@ -88,6 +88,7 @@ def gemm_nt(
     a: [padded m, K] fp8, b: [padded n, K] fp8, not both e5m2; scales: [] f32.
     bias: [n] bf16, f16 or f32. The epilogue adds it in f32 where it has a form for it; an f32 or
     f16 bias of an f32 result is added after, so that it is not rounded first.
+    fast_accum: let the hardware skip promoting partial sums to f32, where that saves time.
     """
     epilogue, after = _place_bias(bias, out_dtype)
     call = _emulated_gemm_nt if emulated else torch.ops.fp8lt.gemm_nt.default

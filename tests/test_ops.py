@@ -186,7 +186,7 @@ def check_gemm(
     bound: float = T_SAME,
 ) -> None:
     m, n, k = shape
-    a, b = (randn(r, k, on=on, dtype=torch.bfloat16, seed=r + k) for r in (m, n))
+    a, b = (randn(r, k, on=on, dtype=torch.bfloat16, seed=i) for i, r in enumerate((m, n)))
     bias = None if bias_dtype is None else randn(n, on=on, dtype=bias_dtype, seed=1)
     aq, bq = ops.quantize_tensorwise(a, fp8[0]), ops.quantize_tensorwise(b, fp8[1])
     got = ops.gemm_nt(

@@ -16,7 +16,7 @@ struct GemmProblem {
   int device;
   int64_t m, n, k;  // k % 16 == 0, and a row of d is a multiple of 16 bytes
   cudaDataType_t a_type, b_type, d_type;
-  bool fast_accum;
+  bool fast_accum;  // allowed, where it saves time
   const void* a;              // 16-byte aligned, as every pointer here
   const void* b;
   const float* a_scale_inv;   // one f32 on the device
