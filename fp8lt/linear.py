@@ -51,8 +51,8 @@ def linear(
     Example:
         >>> x, w = torch.ones(2, 3), torch.eye(4, 3)
         >>> fp8lt.linear(x, w, torch.tensor([0., 1., 2., 3.]))
-        tensor([[1., 2., 3., 3.],
-                [1., 2., 3., 3.]])
+        tensor([[1.0000, 2.0000, 3.0000, 3.0000],
+                [1.0000, 2.0000, 3.0000, 3.0000]])
     """
     recipe = resolve(recipe)
     _check(x, w, bias, out_dtype)

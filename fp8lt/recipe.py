@@ -1,6 +1,6 @@
 """Recipes: how tensors become FP8. Frozen choices, no tensors, no state.
 
-    scale = FP8_MAX / max(amax, EPS)        real -> FP8:  q = saturate(x * scale)
+    scale = FP8_MAX / max(amax, 1e-12)      real -> FP8:  q = saturate(x * scale)
     scale_inv = 1 / scale                   FP8 -> real:  x ~ q * scale_inv
 
 A recipe speaks of formats in words ("e4m3"); which dtype that is depends on the tensor's device
@@ -14,8 +14,6 @@ from typing import Literal
 import torch
 
 from .device import Formats
-
-EPS = 1e-12  # floor of an amax: an all-zero tensor gets a large finite scale, not inf
 
 
 @dataclass(frozen=True)
