@@ -101,6 +101,8 @@ def gpus() -> tuple[Gpu, ...]:
     try:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
         return tuple(_describe(handle) for handle in handles)
+    except pynvml.NVMLError:  # a device this process may not look at, or a kind without the answers
+        return ()
     finally:
         pynvml.nvmlShutdown()
 

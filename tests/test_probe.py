@@ -33,7 +33,7 @@ def test_without_a_gpu_it_reports_emulation_and_exits_with_1() -> None:
 def test_the_json_document_has_the_same_facts() -> None:
     done = run("--json", CUDA_VISIBLE_DEVICES="")
     report = json.loads(done.stdout)
-    assert report["torch"] == torch.__version__
+    assert report["origin"]["torch"] == torch.__version__
     assert report["emulation"] == "works"
     assert report["exit_code"] == done.returncode == 1
 
@@ -50,7 +50,17 @@ def test_on_a_gpu_every_recipe_and_format_is_checked_and_the_exit_code_is_0() ->
 
 def report(*gpus: probe_gpu.Gpu, emulation: str = "works") -> probe_gpu.Report:
     return probe_gpu.Report(
-        "", "", "", "", None, None, None, "", None, None, None, emulation, [*gpus]
+        origin={"python": "", "torch": "", "cuda": None},
+        fp8lt="",
+        platform="",
+        cublaslt_loaded=None,
+        cublaslt_compiled=None,
+        toolchain="",
+        toolchain_missing=None,
+        extension=None,
+        extension_failure=None,
+        emulation=emulation,
+        gpus=[*gpus],
     )
 
 

@@ -16,8 +16,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from provenance import provenance
 
 import fp8lt
 from fp8lt import build, device, ops, recipe, settings, toolchain
@@ -59,11 +61,9 @@ class Gpu:
 class Report:
     """Everything that the probe found."""
 
+    origin: dict[str, Any]  # date, device, versions, commit
     fp8lt: str
-    python: str
     platform: str
-    torch: str
-    cuda: str | None
     cublaslt_loaded: int | None
     cublaslt_compiled: int | None
     toolchain: str
@@ -95,11 +95,9 @@ def probe() -> Report:
     found, missing = find_toolchain()
     library = build.loaded_library()
     report = Report(
+        origin=provenance(torch.device("cuda" if visible else "cpu")),
         fp8lt=fp8lt.__version__,
-        python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
-        torch=torch.__version__,
-        cuda=torch.version.cuda,
         cublaslt_loaded=loaded_cublaslt(),
         cublaslt_compiled=compiled_cublaslt(),
         toolchain=found,
@@ -253,9 +251,10 @@ def driver_version() -> str | None:
 
 def print_table(report: Report) -> None:
     """Print the report in two aligned columns."""
+    origin = report.origin
     rows = [
-        ("fp8lt", f"{report.fp8lt} on Python {report.python}, {report.platform}"),
-        ("torch", f"{report.torch}, CUDA {report.cuda or 'none'}"),
+        ("fp8lt", f"{report.fp8lt} on Python {origin['python']}, {report.platform}"),
+        ("torch", f"{origin['torch']}, CUDA {origin['cuda'] or 'none'}"),
         ("cuBLASLt", f"{version(report.cublaslt_loaded)} loaded, "
                      f"{version(report.cublaslt_compiled)} compiled with"),
         ("toolchain", report.toolchain),

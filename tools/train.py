@@ -17,13 +17,11 @@ argument, 130 interrupted.
 
 import argparse
 import dataclasses
-import datetime
 import gc
 import importlib.util
 import json
 import math
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -32,6 +30,7 @@ from typing import Any
 
 import torch
 from gpt import GPT, loss_of
+from provenance import provenance
 from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 from train_report import plot, table
@@ -332,26 +331,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def git_commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or torch.version.hip,
-        "commit": git_commit(),
-    }
-
-
 def prepare(args: argparse.Namespace) -> tuple[Config, Text]:
     """Check all that the user chose, cheapest first."""
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -368,7 +347,7 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Text]:
 def train(args: argparse.Namespace, config: Config, text: Text) -> None:
     device = torch.device(args.device)
     report = {
-        **machine(device),
+        **provenance(device),
         "preset": args.preset,
         "config": dataclasses.asdict(config),
         "text": text.summary(),
