@@ -12,9 +12,11 @@ and a binary that cannot be loaded is found there.
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -63,6 +65,8 @@ def ensure() -> str | None:
                 _outcome = (_load(), None)
             except (BuildError, ToolchainError) as error:
                 _outcome = (None, str(error))
+            except Exception as error:  # a full disk, say: never a reason for an import to fail
+                _outcome = (None, f"{type(error).__name__}: {error}")
         return _outcome[1]
 
 
@@ -133,13 +137,14 @@ def _sources() -> dict[str, str]:
 
 
 def _versions(tools: Toolchain) -> list[str]:
+    variables = ("CC", "PYTORCH_NVCC", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
     return [
-        sys.implementation.cache_tag,
+        f"{platform.machine()} {sys.implementation.cache_tag}",
         torch.__version__,
         str(torch.version.cuda),
         f"nvcc {tools.nvcc_version}",
         f"{tools.cxx} {tools.cxx_version}",
-        f"CC={os.environ.get('CC')}",
+        *(f"{name}={os.environ.get(name)}" for name in variables),
         architectures(),
     ]
 
@@ -162,15 +167,17 @@ def _compile_spec(tools: Toolchain) -> dict[str, object]:
 def architectures() -> str:
     """Return the architectures to compile for, in TORCH_CUDA_ARCH_LIST's form.
 
-    That variable's FP8-capable entries if it has any (many set it for other extensions), else
-    those of the GPUs in this machine, else Hopper's.
+    That variable's FP8-capable entries (it is often set for other extensions), and the GPUs of this
+    machine that they leave out; Hopper if that is nothing.
     """
     asked = re.split(r"[;\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
-    listed = [arch for arch in asked if _arch_number(arch) >= device.NATIVE_SINCE]
-    if listed:
-        return ";".join(listed)
-    present = {gpu.capability for gpu in device.gpus() if gpu.capability >= device.NATIVE_SINCE}
-    return ";".join(f"{major}.{minor}" for major, minor in sorted(present)) or _DEFAULT_ARCH
+    listed = {arch: _arch_number(arch) for arch in asked}
+    listed = {arch: number for arch, number in listed.items() if number >= device.NATIVE_SINCE}
+    present = {gpu.capability for gpu in device.gpus()}
+    if torch.cuda.is_initialized():  # NVML is not everywhere; do not initialise CUDA for this
+        present |= {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    missing = {c for c in present if c >= device.NATIVE_SINCE} - set(listed.values())
+    return ";".join([*listed, *(f"{c[0]}.{c[1]}" for c in sorted(missing))]) or _DEFAULT_ARCH
 
 
 def _arch_number(arch: str) -> tuple[int, int]:
@@ -180,9 +187,11 @@ def _arch_number(arch: str) -> tuple[int, int]:
 
 def _build(tools: Toolchain, spec: dict[str, object], target: Path) -> None:
     """Compile into a private folder beside `target` and rename it to `target`."""
-    for leftover in target.parent.glob(f"{target.name}.build-*"):  # of killed builders: we hold
-        shutil.rmtree(leftover, ignore_errors=True)  # the lock, so nobody is at work there
-    work = Path(tempfile.mkdtemp(prefix=f"{target.name}.build-", dir=target.parent))
+    # Builders of this machine that were killed: we hold the lock, so nobody is at work there.
+    prefix = f"{target.name}.build-{platform.node()}-"
+    for leftover in target.parent.glob(f"{glob.escape(prefix)}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     arch = architectures()
     say(
         f"compiling the CUDA extension (compute capability {arch}, nvcc {tools.nvcc_version}), "
@@ -231,14 +240,14 @@ def _child_environment(tools: Toolchain, arch: str) -> dict[str, str]:
         "CXX": tools.cxx,
         "TORCH_CUDA_ARCH_LIST": arch,
         "PATH": os.pathsep.join([str(tools.ninja_dir), os.environ.get("PATH", os.defpath)]),
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTHONPATH": os.pathsep.join(os.fspath(path) for path in sys.path if path),
     }
 
 
 def _explain(log: Path) -> str:
     """Say why a compile failed: the first lines of the log that are errors, and where it is."""
     lines = log.read_text(errors="replace").splitlines()
-    errors = [line for line in lines if re.search(r"\berror\b|Error:|cannot find", line)]
+    errors = [line for line in lines if re.search(r"\berror\b|Error:|cannot find|not found", line)]
     unique = list(dict.fromkeys(errors or lines[-5:]))
     said = "\n".join(f"  {line}" for line in unique[:5])
     return f"compiling the CUDA extension failed:\n{said}\nThe whole log: {log}"
@@ -277,7 +286,7 @@ def _cache_dir() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     asked = settings.read().cache_dir
     torch_dir = os.environ.get("TORCH_EXTENSIONS_DIR")
-    tried = [Path(asked)] if asked else []
+    tried = [Path(asked).expanduser()] if asked else []
     tried += [Path(torch_dir) / "fp8lt"] if torch_dir else []
     tried += [Path(home).expanduser() / "fp8lt"]
     failures = []
@@ -302,6 +311,8 @@ def _locked(path: Path) -> Iterator[None]:
         except BlockingIOError:
             say(f"waiting for another process that compiles the extension (lock: {path})")
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: build beside others, the first rename wins
+            pass
         yield
 
 

@@ -92,27 +92,30 @@ def gpus() -> tuple[Gpu, ...]:
 
     All of them, also those hidden by CUDA_VISIBLE_DEVICES, so that one build serves every process.
     """
-    import pynvml  # loads libnvidia-ml
+    import pynvml
 
     try:
-        pynvml.nvmlInit()
+        pynvml.nvmlInit()  # loads the driver's library
     except pynvml.NVMLError:  # no driver
         return ()
     try:
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return tuple(_describe(handle) for handle in handles)
-    except pynvml.NVMLError:  # a device this process may not look at, or a kind without the answers
-        return ()
+        found = [_describe(index) for index in range(pynvml.nvmlDeviceGetCount())]
     finally:
         pynvml.nvmlShutdown()
+    return tuple(gpu for gpu in found if gpu is not None)
 
 
-def _describe(handle: object) -> Gpu:
+def _describe(index: int) -> Gpu | None:
     import pynvml
 
-    return Gpu(
-        name=pynvml.nvmlDeviceGetName(handle),
-        capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
-        memory_bytes=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-        driver=pynvml.nvmlSystemGetDriverVersion(),
-    )
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        name = pynvml.nvmlDeviceGetName(handle)
+        capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+    except pynvml.NVMLError:  # a GPU that this process may not look at
+        return None
+    try:
+        memory_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    except pynvml.NVMLError:  # one that shares the CPU's memory does not say
+        memory_bytes = 0
+    return Gpu(name, capability, memory_bytes, pynvml.nvmlSystemGetDriverVersion())

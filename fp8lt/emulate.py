@@ -65,7 +65,8 @@ def gemm_nt(
     """Multiply `a` [m, K] by `b` [n, K].T and undo both scales; see `ops.gemm_nt`."""
     with torch.autocast(a.device.type, enabled=False):  # or float32 would not mean float32
         y = a[:m].float() @ b[:n].float().t()
-    y = y * a_scale_inv * b_scale_inv
+    # The smaller first: the sums may be as large as 448 * 448 * K.
+    y = y * torch.minimum(a_scale_inv, b_scale_inv) * torch.maximum(a_scale_inv, b_scale_inv)
     if bias is not None:
         y = y + bias.float()
     return y.to(out_dtype)

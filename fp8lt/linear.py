@@ -11,11 +11,13 @@ four), and only those whose gradient somebody wants.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import device, ops
 from .recipe import Recipe, resolve
@@ -44,8 +46,8 @@ def linear(
 
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, as `F.linear` does; CUDA tensors
-            where native FP8 does not exist; a second derivative.
-        TypeError: `x`, `w` or `bias` is not a tensor.
+            where native FP8 does not exist; a second or a forward-mode derivative.
+        TypeError: `x`, `w` or `bias` is not a tensor, `recipe` neither a name nor a recipe.
         ValueError: no recipe has that name.
 
     Example:
@@ -56,12 +58,13 @@ def linear(
     """
     recipe = resolve(recipe)
     _check(x, w, bias, out_dtype)
+    _refuse_forward_mode(x, w, bias)
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # autocast raises for meta
         x = x.to(torch.get_autocast_dtype(kind))
     emulated = ops.backend(x.device, recipe.emulate)
     *lead, k = x.shape
-    x2d = x.reshape(torch.Size(lead).numel(), k)
+    x2d = x.reshape(math.prod(lead), k)
     args = (x2d, w, bias, recipe, out_dtype or x.dtype, emulated)
     wanted = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, w, bias)
@@ -175,6 +178,17 @@ class _Linear(torch.autograd.Function):
         if need_bias:
             db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, dw, db, None, None, None
+
+
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Make forward-mode AD an error: the operators would drop the tangents, a derivative of 0."""
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(
+            "fp8lt.linear has no forward-mode derivative (torch.func.jvp, forward_ad); "
+            "use reverse mode, or run in high precision (fp8lt.disable_fp8)"
+        )
 
 
 def _check(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:

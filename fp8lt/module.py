@@ -6,7 +6,9 @@ allocated, and checkpoints are those of the plain model.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ class Linear(nn.Linear):
 
     recipe: Recipe
     _plain_class: type[nn.Linear] = nn.Linear  # what `revert` turns this module into
+    _fp8_disabled = False  # set on the instance, by `disable_fp8` alone
 
     def __init__(
         self,
@@ -43,8 +46,24 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = resolve(recipe)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, recipe=self.recipe)
+    def forward(self, input: Tensor) -> Tensor:
+        if self._fp8_disabled:
+            return self._plain_forward(input)
+        return linear(input, self.weight, self.bias, recipe=self.recipe)
+
+    def _plain_forward(self, input: Tensor) -> Tensor:
+        if self._plain_class is nn.Linear:
+            return super().forward(input)
+        converted = self.__class__
+        self.__class__ = self._plain_class  # type: ignore[assignment] # for its super() calls
+        try:
+            return self.forward(input)
+        finally:
+            self.__class__ = converted
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy made inside `disable_fp8` is an FP8 layer: nothing would ever enable it again.
+        return {name: value for name, value in vars(self).items() if name != "_fp8_disabled"}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
@@ -61,7 +80,9 @@ def convert_to_float8_training(
 
     torchao's signature and meaning, with these differences: it is the same module object also when
     the root itself is a linear layer; layers already converted are left alone; a subclass of
-    `nn.Linear` is left alone unless asked for, since its own forward would be lost.
+    `nn.Linear` is left alone unless asked for, since its own forward would be lost. Code that reads
+    a layer's weight instead of calling it stays in high precision: `nn.MultiheadAttention`, and
+    `nn.TransformerEncoderLayer` in evaluation without gradients.
 
     Args:
         module: any module, on any device, `meta` too.
@@ -71,12 +92,15 @@ def convert_to_float8_training(
         convert_subclasses: also convert subclasses of `nn.Linear`; `forward` becomes
             `fp8lt.Linear`'s until `revert`.
     """
-    recipe = _recipe(config)
+    recipe, converted = _recipe(config), 0
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: want an nn.Module, got {type(module).__name__}")
     for name, layer in module.named_modules():
         plain: type[nn.Module] = type(layer)
-        if isinstance(layer, Linear) or not issubclass(plain, nn.Linear):
+        if not issubclass(plain, nn.Linear):
+            continue
+        if issubclass(plain, Linear):
+            converted += 1
             continue
         if plain is not nn.Linear and not convert_subclasses:
             continue
@@ -84,8 +108,11 @@ def convert_to_float8_training(
             continue
         layer.__class__ = Linear
         layer.recipe = recipe
+        converted += 1
         if plain is not nn.Linear:
             layer._plain_class = plain
+    if not converted:
+        warnings.warn("fp8lt: no layer was converted: no nn.Linear passed the filter", stacklevel=2)
     return module
 
 
@@ -93,37 +120,48 @@ def revert(module: nn.Module) -> nn.Module:
     """Undo `convert_to_float8_training` in place; return `module`.
 
     `fp8lt.Linear` layers that were built as such become `nn.Linear`.
+
+    Raises:
+        RuntimeError: a layer's class derives from `fp8lt.Linear` (a subclass, a parametrization, a
+            wrapper such as FSDP2's), so its plain class is unknown. Nothing is changed then.
     """
-    for layer in module.modules():
-        if isinstance(layer, Linear):
-            plain = layer._plain_class
-            layer.__dict__.pop("_plain_class", None)
-            del layer.recipe
-            layer.__class__ = plain  # type: ignore[assignment] # that is how it is undone
+    layers = {name: m for name, m in module.named_modules() if isinstance(m, Linear)}
+    for name, layer in layers.items():
+        if type(layer) is not Linear:
+            raise RuntimeError(
+                f"revert: layer {name!r} is a {type(layer).__name__}, derived from fp8lt.Linear; "
+                "undo what wraps it first, or use fp8lt.disable_fp8"
+            )
+    for layer in layers.values():
+        plain = layer._plain_class
+        for attribute in ("recipe", "_plain_class", "_fp8_disabled"):
+            vars(layer).pop(attribute, None)
+        layer.__class__ = plain  # type: ignore[assignment] # that is how it is undone
     return module
 
 
 @contextlib.contextmanager
 def disable_fp8(module: nn.Module) -> Iterator[nn.Module]:
-    """Run `module` in high precision inside the `with`, for evaluation; not for other threads.
+    """Run `module` in high precision inside the `with`, for evaluation; for all threads.
 
-    Every `fp8lt.Linear` in it is the plain layer meanwhile. Contexts may nest, and the layers come
-    back when one is left by an exception.
+    Every `fp8lt.Linear` in it computes as the plain layer meanwhile. Contexts may nest, and FP8
+    comes back when one is left by an exception.
 
     Example:
         >>> model = fp8lt.convert_to_float8_training(nn.Sequential(nn.Linear(8, 8)))
+        >>> x = torch.randn(3, 8)
         >>> with fp8lt.disable_fp8(model):
-        ...     type(model[0]).__module__
-        'torch.nn.modules.linear'
+        ...     torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
+        True
     """
-    swapped = [(layer, type(layer)) for layer in module.modules() if isinstance(layer, Linear)]
-    for layer, _ in swapped:
-        layer.__class__ = layer._plain_class  # type: ignore[assignment]
+    layers = [m for m in module.modules() if isinstance(m, Linear) and not m._fp8_disabled]
+    for layer in layers:
+        layer._fp8_disabled = True
     try:
         yield module
     finally:
-        for layer, converted in swapped:
-            layer.__class__ = converted
+        for layer in layers:
+            vars(layer).pop("_fp8_disabled", None)
 
 
 def _recipe(config: Float8LinearConfig | Recipe | str | None) -> Recipe:

@@ -21,7 +21,7 @@ class Toolchain(NamedTuple):
     """Everything that a build needs, found and checked."""
 
     cuda_home: Path  # holds bin/nvcc and include/cuda_runtime.h
-    nvcc_version: str  # "13.0"
+    nvcc_version: str  # "13.0.88"
     cxx: str  # the C++ compiler's command
     cxx_version: str
     include_dirs: tuple[Path, ...]  # searched after everything else, for what cuda_home lacks
@@ -79,7 +79,7 @@ def _cuda_home(want: str) -> tuple[Path, str]:
 def _candidates() -> Iterator[tuple[str, Path]]:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
-            yield variable, Path(os.environ[variable])
+            yield variable, Path(os.environ[variable]).absolute()
     on_path = shutil.which("nvcc")
     if on_path is not None:
         yield "nvcc on PATH", _nvcc_home(on_path)
@@ -98,7 +98,7 @@ def _nvcc_home(nvcc: str) -> Path:
 
 
 def _nvcc_version(nvcc: Path) -> str | None:
-    found = re.search(r"release (\d+\.\d+)", _output([str(nvcc), "--version"]))
+    found = re.search(r"release \d+\.\d+, V(\d+[.\d]*)", _output([str(nvcc), "--version"]))
     return found.group(1) if found else None
 
 
@@ -127,10 +127,11 @@ def _include_dirs(cuda_home: Path) -> tuple[Path, ...]:
 
 
 def _cxx_version(cxx: str) -> str:
-    version = _output([*cxx.split(), "--version"]).splitlines()
+    version = _output([cxx, "--version"]).splitlines()
     if not version:
         raise ToolchainError(
-            f"the C++ compiler {cxx!r} does not run. Install g++, or set CXX to a compiler"
+            f"the C++ compiler {cxx!r} does not run. Install g++, or set CXX to the command of a "
+            "compiler, without arguments"
         )
     return version[0]
 

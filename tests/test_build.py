@@ -5,6 +5,7 @@ a CUDA build of torch and an nvcc, and is skipped, with the reason, where there 
 """
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -152,9 +153,10 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         toolchain.find()
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(toolchain.ToolchainError, match="'no-such-compiler' does not run"):
-        toolchain._cxx_version("no-such-compiler")
+def test_a_missing_compiler_or_one_with_arguments_is_named() -> None:
+    for cxx in ("no-such-compiler", "c++ -m64"):
+        with pytest.raises(toolchain.ToolchainError, match=f"{re.escape(repr(cxx))} does not run"):
+            toolchain._cxx_version(cxx)
 
 
 def test_build_off_neither_compiles_nor_loads(run: Run) -> None:
@@ -175,6 +177,41 @@ def test_nowhere_to_write_is_an_error_that_lists_what_was_tried(
     assert all(f"/dev/null/{name}" in str(caught.value) for name in "abc")
 
 
+def test_any_failure_is_kept_and_does_not_break_the_import(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full_disk() -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(build, "_load", full_disk)
+    monkeypatch.setattr(build, "_outcome", None)
+    assert build.ensure() == "OSError: [Errno 28] No space left on device"
+    monkeypatch.setattr(build, "_load", lambda: 1 / 0)
+    assert build.ensure() == build.failure() == "OSError: [Errno 28] No space left on device"
+
+
+def test_a_file_system_without_locks_does_not_stop_a_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(build.fcntl, "flock", no_locks)
+    with build._locked(tmp_path / "lock"):
+        pass
+
+
+def test_flags_that_nvcc_takes_from_the_environment_are_in_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tools = toolchain.Toolchain(Path(), "13.0.88", "c++", "12", (), Path(), Path(), Path())
+    keys = {tuple(build._versions(tools))}
+    for name in ("CC", "PYTORCH_NVCC", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+        monkeypatch.setenv(name, "changed")
+        keys.add(tuple(build._versions(tools)))
+    assert len(keys) == 5
+
+
 def test_everything_that_changes_the_binary_changes_the_key() -> None:
     base = ({"a.cu": "x"}, "-O3", ["torch 1", "nvcc 13"])
     others = [
@@ -191,7 +228,13 @@ def test_everything_that_changes_the_binary_changes_the_key() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "got"),
-    [("7.5 8.0;9.0a", "9.0a"), ("8.9;9.0+PTX", "8.9;9.0+PTX"), ("8.0", "9.0"), ("", "9.0")],
+    [
+        ("7.5 8.0;9.0a", "9.0a"),
+        ("8.9;9.0+PTX", "8.9;9.0+PTX"),
+        ("8.0", "9.0"),
+        ("", "9.0"),
+        ("Hopper", "9.0"),
+    ],
 )
 def test_architectures_are_those_asked_for_that_have_fp8(
     monkeypatch: pytest.MonkeyPatch, asked: str, got: str
@@ -207,3 +250,5 @@ def test_architectures_default_to_those_of_this_machine(monkeypatch: pytest.Monk
     monkeypatch.setattr(build.device, "gpus", lambda: (gpu._replace(capability=(9, 0)), gpu, old))
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     assert build.architectures() == "8.9;9.0"
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a;10.0")  # lacks one of the GPUs here
+    assert build.architectures() == "9.0a;10.0;8.9"

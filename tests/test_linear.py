@@ -174,6 +174,14 @@ def test_magnitude_does_not_matter(on: torch.device, magnitude: float) -> None:
         assert error(fp8lt.linear(x, w), x.double() @ w.double().t()) <= T_FORWARD
 
 
+def test_a_huge_and_a_tiny_operand_do_not_overflow_on_the_way(on: torch.device) -> None:
+    huge = randn(64, 320, on=on, dtype=torch.bfloat16) * 3e37
+    tiny = randn(32, 320, on=on, dtype=torch.bfloat16, seed=1) * 1e-9
+    want = huge.double() @ tiny.double().t()
+    assert error(fp8lt.linear(huge, tiny), want) <= T_FORWARD
+    assert error(fp8lt.linear(tiny, huge), want.t()) <= T_FORWARD
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["x", "w", "dy"])
 def test_non_finite_stays_visible(on: torch.device, where: str, bad: float) -> None:
@@ -313,6 +321,14 @@ def test_a_second_derivative_raises(on: torch.device) -> None:
             (dx.pow(2).sum() + x.sum()).backward()
 
 
+def test_a_forward_mode_derivative_raises(on: torch.device) -> None:
+    x, w = randn(4, 8, on=on, dtype=torch.float32), randn(5, 8, on=on, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match=r"fp8lt\.linear has no forward-mode derivative"):
+        torch.func.jvp(lambda t: fp8lt.linear(t, w), (x,), (torch.ones_like(x),))
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.equal(fp8lt.linear(x, w), fp8lt.linear(x.clone(), w))  # no tangent: fine
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_changes_no_bit(on: torch.device, use_reentrant: bool) -> None:
     x = randn(20, 40, on=on, dtype=torch.bfloat16).requires_grad_()
@@ -387,7 +403,26 @@ def test_aot_autograd_traces_it_in_one_graph(on: torch.device) -> None:
     assert all(map(torch.equal, *gradients))
 
 
+def test_export_keeps_a_dynamic_batch() -> None:
+    layer = fp8lt.Linear(16, 8)
+    batch = torch.export.Dim("batch", min=2)
+    shapes = {"input": {0: batch}}
+    program = torch.export.export(layer, (torch.randn(4, 16),), dynamic_shapes=shapes)
+    x = torch.randn(33, 16)
+    assert torch.equal(program.module()(x), layer(x))
+
+
 # -------------------------------------------------------------------------------------- GPU only
+
+
+@pytest.mark.gpu
+def test_compile_with_cuda_graphs_equals_eager() -> None:
+    layer = fp8lt.Linear(64, 48, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        for seed in range(5):  # warm-up, recording, replays
+            x = randn(32, 64, on=torch.device("cuda"), dtype=torch.bfloat16, seed=seed)
+            assert error(compiled(x), layer(x)) < T_SAME
 
 
 @pytest.mark.gpu

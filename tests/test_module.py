@@ -75,13 +75,17 @@ class Scaled(nn.Linear):
 
 def test_subclasses_keep_their_forward_unless_asked() -> None:
     model = nn.Sequential(Scaled(8, 8), nn.MultiheadAttention(8, 2))
-    fp8lt.convert_to_float8_training(model)
+    with pytest.warns(UserWarning, match="no layer was converted"):
+        fp8lt.convert_to_float8_training(model)
     assert type(model[0]) is Scaled
     assert type(model[1].out_proj) is not fp8lt.Linear  # its weight is read, its forward is not run
     x = torch.randn(5, 1, 8)
     attended, _ = model[1](x, x, x)
     assert attended.shape == x.shape
     fp8lt.convert_to_float8_training(model[0], convert_subclasses=True)
+    assert type(model[0]) is fp8lt.Linear
+    with fp8lt.disable_fp8(model):
+        assert torch.equal(model[0](x), 3 * nn.Linear.forward(model[0], x))
     assert type(model[0]) is fp8lt.Linear
     assert type(fp8lt.revert(model)[0]) is Scaled
 
@@ -135,6 +139,43 @@ def test_disable_fp8_nests_and_survives_exceptions(on: torch.device) -> None:
         model(x[:, :3])
     assert torch.equal(model(x), converted)
     assert not torch.equal(plain, converted)
+
+
+class Twice(fp8lt.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_layers_derived_from_ours_can_be_disabled_and_say_why_they_cannot_be_reverted() -> None:
+    x = torch.randn(5, 16)
+    twice = Twice(16, 8)
+    with fp8lt.disable_fp8(twice):
+        assert torch.equal(twice(x), 2 * nn.Linear.forward(twice, x))
+    model = nn.Sequential(fp8lt.convert_to_float8_training(nn.Linear(16, 8)), nn.Linear(8, 8))
+    nn.utils.parametrizations.weight_norm(fp8lt.convert_to_float8_training(model)[0])
+    want = nn.functional.linear(x, model[0].weight, model[0].bias)
+    assert 1e-3 < error(model[0](x), want) < T_FORWARD
+    with fp8lt.disable_fp8(model):
+        assert torch.equal(model[0](x), want)
+    with pytest.raises(RuntimeError, match="revert: layer '0' is a ParametrizedLinear"):
+        fp8lt.revert(model)
+    assert type(model[1]) is fp8lt.Linear
+
+
+def test_a_copy_made_while_fp8_is_disabled_is_an_fp8_layer() -> None:
+    layer, x = fp8lt.Linear(16, 8), torch.randn(5, 16)
+    with fp8lt.disable_fp8(layer):
+        other = copy.deepcopy(layer)
+    assert torch.equal(other(x), layer(x))
+    with fp8lt.disable_fp8(layer):
+        assert type(fp8lt.revert(layer)) is nn.Linear
+    assert type(layer) is nn.Linear
+    assert set(vars(layer)) == set(vars(nn.Linear(16, 8)))
+
+
+def test_the_argument_of_forward_keeps_its_name() -> None:
+    layer, x = fp8lt.convert_to_float8_training(nn.Linear(16, 8)), torch.randn(5, 16)
+    assert torch.equal(layer(input=x), layer(x))
 
 
 def test_checkpoints_are_those_of_the_plain_model() -> None:

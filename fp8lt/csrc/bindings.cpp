@@ -47,10 +47,10 @@ bool is_fp8(ScalarType type) {
   return type == ScalarType::Float8_e4m3fn || type == ScalarType::Float8_e5m2;
 }
 
-bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
-
 // cuBLASLt refuses pointers that are not 16-byte aligned, scalars too; views may be anywhere.
-Tensor aligned(const Tensor& t) { return is_aligned(t) ? t : t.clone(); }
+Tensor aligned(const Tensor& t) {
+  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 ? t : t.clone();
+}
 
 void check_launch(cudaError_t status, const char* what) {
   TORCH_CHECK(status == cudaSuccess, "fp8lt: ", what, " failed: ", cudaGetErrorString(status));
@@ -85,21 +85,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_tensorwise_cuda(const Tensor
   return {data, data_t, scale_inv, amax};
 }
 
-// One per stream, for life: streams that run side by side must not share it, and its address may
-// sit in a CUDA graph. Inside a capture it is the graph's own, from the graph's memory pool.
-Tensor workspace(const c10::cuda::CUDAStream& stream) {
-  const auto bytes = at::TensorOptions().dtype(ScalarType::Byte).device(stream.device());
-  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-  check_launch(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing");
-  if (capturing != cudaStreamCaptureStatusNone) {
-    return at::empty({static_cast<int64_t>(kWorkspaceBytes)}, bytes);
-  }
+// Scratch memory for GEMMs: one per stream, for life, since streams that run side by side must not
+// share it. It does not come from torch's allocator, which may be lending out the memory pool of a
+// CUDA graph just now: a block kept from there would outlive the graph, or be shared with it.
+void* persistent_workspace(const c10::cuda::CUDAStream& stream) {
   static auto* const mutex = new std::mutex;  // never destroyed: the driver may be gone at exit
-  static auto* const tensors = new std::map<std::pair<int, cudaStream_t>, Tensor>;
+  static auto* const found = new std::map<std::pair<int, cudaStream_t>, void*>;
   const std::lock_guard<std::mutex> lock(*mutex);
-  Tensor& mine = (*tensors)[{stream.device_index(), stream.stream()}];
-  if (!mine.defined()) mine = at::empty({static_cast<int64_t>(kWorkspaceBytes)}, bytes);
+  void*& mine = (*found)[{stream.device_index(), stream.stream()}];
+  if (mine == nullptr) {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // another thread may be capturing
+    check_launch(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+    if (cudaMalloc(&mine, kWorkspaceBytes) != cudaSuccess) {
+      mine = nullptr;
+      cudaGetLastError();  // torch may hold all memory: gemm_nt_cuda asks it instead
+    }
+    check_launch(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  }
   return mine;
+}
+
+bool is_capturing(const c10::cuda::CUDAStream& stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_launch(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
 }
 
 void check_operand(const char* name, const Tensor& t, int64_t rows, const Tensor& a) {
@@ -181,12 +190,18 @@ Tensor gemm_nt_cuda(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
   problem.bias = lt_bias.defined() ? lt_bias.const_data_ptr() : nullptr;
   problem.d = d.mutable_data_ptr();
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const Tensor space = workspace(stream);
-  gemm_nt(problem, space.mutable_data_ptr(), stream);
+  void* workspace = is_capturing(stream) ? nullptr : persistent_workspace(stream);
+  Tensor borrowed;  // inside a capture: the graph's own, from its pool
+  if (workspace == nullptr) {
+    const auto bytes = a.options().dtype(ScalarType::Byte);
+    borrowed = at::empty({static_cast<int64_t>(kWorkspaceBytes)}, bytes);
+    workspace = borrowed.mutable_data_ptr();
+  }
+  gemm_nt(problem, workspace, stream);
   return ragged ? d.narrow(1, 0, n).contiguous() : d;
 }
 
-// What was compiled against and what is loaded: probe_gpu.py compares them.
+// What was compiled against and what is loaded: build.py compares them.
 std::tuple<int64_t, int64_t> cublaslt_versions() {
   return {CUBLAS_VERSION, static_cast<int64_t>(cublasLtGetVersion())};
 }

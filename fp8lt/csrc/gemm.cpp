@@ -69,8 +69,9 @@ struct Plan {
   cublasLtMatmulAlgo_t algo;
 };
 
-// Below this many multiply-adds fast accumulation buys nothing (on an H200 within 1 % at 16x4096x4096
-// and smaller; 3-9 % at 1024^3 and larger), while one dot product of length 4096 may lose 2 % to it.
+// Below this many multiply-adds fast accumulation buys nothing (on an H200 within 1 % at
+// 16x4096x4096 and smaller; 3-9 % at 1024^3 and larger), while a dot product of length 4096 may
+// lose 2 % to it.
 constexpr int64_t kFastAccumWork = int64_t{1} << 30;
 
 bool fast_accum(const GemmProblem& p) { return p.fast_accum && p.m * p.n >= kFastAccumWork / p.k; }
@@ -155,7 +156,8 @@ Plan make_plan(cublasLtHandle_t handle, const GemmProblem& p) {
       handle, plan.desc.get(), plan.a.get(), plan.b.get(), plan.d.get(), plan.d.get(),
       preference.get(), 1, &result, &found);
   TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS && found > 0, "fp8lt: cuBLASLt ",
-              cublasLtGetVersion(), " has no kernel on cuda:", p.device, " for a ", type_name(p.a_type),
+              cublasLtGetVersion(), " has no kernel on cuda:", p.device, " for a ",
+              type_name(p.a_type),
               " [", p.m, ", ", p.k, "] @ b ", type_name(p.b_type), " [", p.n, ", ", p.k, "].T -> ",
               type_name(p.d_type), p.bias != nullptr ? " with bias" : "", ": ",
               cublasLtGetStatusString(status));

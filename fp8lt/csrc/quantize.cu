@@ -157,7 +157,7 @@ __device__ void load_patch_row(const T* __restrict__ x, int64_t row, int64_t col
   }
 }
 
-// The bytes of four columns that are not padding. Padding is zero whatever the scale: 0 * NaN is not.
+// The bytes of four columns that are not padding, which is zero whatever the scale: 0 * NaN is not.
 __device__ uint32_t inside(int64_t row, int64_t col, int64_t rows, int64_t cols) {
   const int64_t count = row < rows ? cols - col : 0;
   return count >= 4 ? 0xffffffffu : count <= 0 ? 0u : (1u << 8 * count) - 1;
@@ -249,7 +249,7 @@ cudaError_t launch(const QuantizeTensorwise& q, cudaStream_t stream) {
   cudaError_t status = cudaMemsetAsync(q.amax, 0, sizeof(float), stream);
   if (status != cudaSuccess) return status;
   if (numel > 0) {
-    constexpr int64_t kMaxBlocks = 132 * 4;  // a full wave of a Hopper; others loop or wait a little
+    constexpr int64_t kMaxBlocks = 132 * 4;  // a full wave of a Hopper
     constexpr int64_t kPerBlock = kAmaxThreads * kAmaxUnroll * (16 / sizeof(T));
     const int64_t blocks = std::min(kMaxBlocks, (numel + kPerBlock - 1) / kPerBlock);
     amax_kernel<T><<<static_cast<unsigned>(blocks), kAmaxThreads, 0, stream>>>(
