@@ -82,7 +82,7 @@ HELP = {
     "compile": "run the model under torch.compile",
 }
 PRESETS = {
-    "cpu": Config(128, 4, 2, 128, 16, 240, 20, 3e-3, 8, 4_000_000),
+    "cpu": Config(128, 4, 2, 128, 16, 240, 20, 2e-3, 8, 4_000_000),
     "gpu": Config(2048, 8, 16, 1024, 16, 300, 50, 3e-4, 8, 16_000_000),
 }
 
@@ -256,8 +256,8 @@ def choose_config(args: argparse.Namespace) -> Config:
     preset = PRESETS[args.preset]
     names = [field.name for field in dataclasses.fields(Config)]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    # A run shortened by --steps alone warms up for a smaller part of it.
-    warmup = min(preset.warmup, given.get("steps", preset.steps) // 10)
+    # A run shortened by --steps alone warms up for the same part of it.
+    warmup = min(preset.warmup, given.get("steps", preset.steps) * preset.warmup // preset.steps)
     config = dataclasses.replace(preset, **{"warmup": warmup, **given})
     check_config(config)
     return config
