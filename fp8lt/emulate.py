@@ -33,7 +33,7 @@ def saturate_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def quantize_tensorwise(
     x: Tensor, dtype: torch.dtype, row_major: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise `x` [R, C] with one scale; see `ops.quantize_tensorwise`."""
     # amax() keeps a NaN and raises for an empty tensor.
     amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
@@ -48,7 +48,8 @@ def quantize_tensorwise(
     nothing = q.new_empty((0, 0))
     # clone, not contiguous(): of one row that would alias `q`, which operators must not return.
     q_t = q.t().clone(memory_format=torch.contiguous_format) if transposed else nothing
-    return q if row_major else nothing.clone(), q_t, scale.reciprocal(), amax
+    written_out = scale.reciprocal().repeat(max(padded(rows), padded(cols), PAD))
+    return q if row_major else nothing.clone(), q_t, written_out
 
 
 def gemm_nt(
@@ -65,8 +66,9 @@ def gemm_nt(
     """Multiply `a` [m, K] by `b` [n, K].T and undo both scales; see `ops.gemm_nt`."""
     with torch.autocast(a.device.type, enabled=False):  # or float32 would not mean float32
         y = a[:m].float() @ b[:n].float().t()
+    a_inv, b_inv = a_scale_inv.view(-1)[0], b_scale_inv.view(-1)[0]
     # The smaller first: the sums may be as large as 448 * 448 * K.
-    y = y * torch.minimum(a_scale_inv, b_scale_inv) * torch.maximum(a_scale_inv, b_scale_inv)
+    y = y * torch.minimum(a_inv, b_inv) * torch.maximum(a_inv, b_inv)
     if bias is not None:
         y = y + bias.float()
     return y.to(out_dtype)

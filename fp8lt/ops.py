@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import build, device, emulate, settings
-from .emulate import padded
+from .emulate import PAD, padded
 
 REAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_DTYPES = (*device.OCP, *device.FNUZ)
@@ -31,7 +31,7 @@ _E5M2 = (device.OCP.e5m2, device.FNUZ.e5m2)
 _library = torch.library.Library("fp8lt", "DEF")
 _library.define(
     "quantize_tensorwise(Tensor x, ScalarType dtype, bool row_major, bool transposed)"
-    " -> (Tensor data, Tensor data_t, Tensor scale_inv, Tensor amax)",
+    " -> (Tensor data, Tensor data_t, Tensor scale_inv)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
@@ -47,8 +47,10 @@ class Quantized(NamedTuple):
 
     data: Tensor  # [padded R, padded C] fp8
     data_t: Tensor  # [padded C, padded R] fp8
-    scale_inv: Tensor  # [] f32: real = data * scale_inv
-    amax: Tensor  # [] f32: largest magnitude, NaN if there was one
+    scale_inv: Tensor  # [S] f32: real = data * scale_inv[0]
+
+    # S = max(padded R, padded C): the one number is written out for every row of either copy, since
+    # cuBLASLt's best kernel for a large GEMM wants a scale per row.
 
 
 def quantize_tensorwise(
@@ -85,7 +87,8 @@ def gemm_nt(
 ) -> Tensor:
     """Return `(a @ b.T) * a_scale_inv * b_scale_inv + bias`, [m, n] in `out_dtype`.
 
-    a: [padded m, K] fp8, b: [padded n, K] fp8, not both e5m2; scales: [] f32.
+    a: [padded m, K] fp8, b: [padded n, K] fp8, not both e5m2.
+    a_scale_inv, b_scale_inv: [S] f32, one number each, in every element.
     bias: [n] bf16, f16 or f32. The epilogue adds it in f32 where it has a form for it; an f32 or
     f16 bias of an f32 result is added after, so that it is not rounded first.
     fast_accum: let the hardware skip promoting partial sums to f32, where that saves time.
@@ -168,9 +171,11 @@ def _check_gemm(
                 f"same for a and b; got {shape}"
             )
     for name, scale in (("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv)):
-        if scale.dtype != torch.float32 or scale.numel() != 1:
+        contiguous = scale.dim() <= 1 and scale.is_contiguous()
+        if scale.dtype != torch.float32 or not contiguous or scale.numel() == 0:
             raise RuntimeError(
-                f"fp8lt: want {name} one float32, got {list(scale.shape)} {scale.dtype}"
+                f"fp8lt: want {name} [S], contiguous, float32, "
+                f"got {list(scale.shape)} {scale.dtype}"
             )
     if a.dtype in _E5M2 and b.dtype in _E5M2:
         raise RuntimeError(
@@ -195,7 +200,7 @@ def _check_epilogue(bias: Tensor, n: int, out_dtype: torch.dtype) -> None:
 @torch.library.impl(_library, "quantize_tensorwise", "CPU")
 def _quantize_tensorwise_cpu(
     x: Tensor, dtype: torch.dtype, row_major: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     _check_quantize(x, dtype)
     return emulate.quantize_tensorwise(x, dtype, row_major, transposed)
 
@@ -203,14 +208,13 @@ def _quantize_tensorwise_cpu(
 @torch.library.register_fake("fp8lt::quantize_tensorwise", lib=_library)
 def _quantize_tensorwise_fake(
     x: Tensor, dtype: torch.dtype, row_major: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     _check_quantize(x, dtype)
     rows, cols = padded(x.shape[0]), padded(x.shape[1])
     return (
         x.new_empty((rows, cols) if row_major else (0, 0), dtype=dtype),
         x.new_empty((cols, rows) if transposed else (0, 0), dtype=dtype),
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty((), dtype=torch.float32),
+        x.new_empty(torch.sym_max(torch.sym_max(rows, cols), PAD), dtype=torch.float32),
     )
 
 

@@ -186,7 +186,7 @@ def check_gemm(
             return ops.gemm_nt(a.data, b.data, a.scale_inv, b.scale_inv, m, n, fast_accum=fast)
 
         rows = slice(0, m, 64)  # enough of the float64 product to trust the rest
-        want = (a.data[rows].double() * a.scale_inv) @ (b.data.double() * b.scale_inv).t()
+        want = (a.data[rows].double() * a.scale_inv[0]) @ (b.data.double() * b.scale_inv[0]).t()
         error = ((gemm()[rows].double() - want).norm() / want.norm()).item()
         seconds = median_seconds(gemm)
     except RuntimeError as failure:

@@ -8,6 +8,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -56,36 +57,7 @@ void check_launch(cudaError_t status, const char* what) {
   TORCH_CHECK(status == cudaSuccess, "fp8lt: ", what, " failed: ", cudaGetErrorString(status));
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_tensorwise_cuda(const Tensor& x,
-                                                                    ScalarType dtype,
-                                                                    bool row_major,
-                                                                    bool transposed) {
-  TORCH_CHECK(x.dim() == 2, "fp8lt: want x [R, C], got ", x.sizes());
-  TORCH_CHECK(is_fp8(dtype), "fp8lt: want dtype float8_e4m3fn or float8_e5m2, got ", dtype);
-  const c10::cuda::CUDAGuard guard(x.device());
-  const Tensor input = x.contiguous();
-  const int64_t rows = x.size(0), cols = x.size(1);
-  const int64_t padded_rows = padded(rows), padded_cols = padded(cols);
-  const auto fp8 = x.options().dtype(dtype), f32 = x.options().dtype(ScalarType::Float);
-  Tensor data = row_major ? at::empty({padded_rows, padded_cols}, fp8) : at::empty({0, 0}, fp8);
-  Tensor data_t = transposed ? at::empty({padded_cols, padded_rows}, fp8) : at::empty({0, 0}, fp8);
-  Tensor scale_inv = at::empty({}, f32), amax = at::empty({}, f32);
-
-  QuantizeTensorwise q{};
-  q.x = input.const_data_ptr();
-  q.real = real_type(x);
-  q.fp8 = dtype == ScalarType::Float8_e4m3fn ? Fp8Type::kE4M3 : Fp8Type::kE5M2;
-  q.rows = rows;
-  q.cols = cols;
-  q.data = row_major ? data.mutable_data_ptr() : nullptr;
-  q.data_t = transposed ? data_t.mutable_data_ptr() : nullptr;
-  q.scale_inv = scale_inv.mutable_data_ptr<float>();
-  q.amax = amax.mutable_data_ptr<float>();
-  check_launch(quantize_tensorwise(q, c10::cuda::getCurrentCUDAStream()), "quantize_tensorwise");
-  return {data, data_t, scale_inv, amax};
-}
-
-// Scratch memory for GEMMs: one per stream, for life, since streams that run side by side must not
+// Scratch memory of all kernels: one per stream, for life, since streams that run side by side must not
 // share it. It does not come from torch's allocator, which may be lending out the memory pool of a
 // CUDA graph just now: a block kept from there would outlive the graph, or be shared with it.
 void* persistent_workspace(const c10::cuda::CUDAStream& stream) {
@@ -98,7 +70,7 @@ void* persistent_workspace(const c10::cuda::CUDAStream& stream) {
     check_launch(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
     if (cudaMalloc(&mine, kWorkspaceBytes) != cudaSuccess) {
       mine = nullptr;
-      cudaGetLastError();  // torch may hold all memory: gemm_nt_cuda asks it instead
+      cudaGetLastError();  // torch may hold all memory: Workspace asks it instead
     }
     check_launch(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
   }
@@ -111,6 +83,51 @@ bool is_capturing(const c10::cuda::CUDAStream& stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+// The scratch memory for one launch on a stream; the next launch there may have the same.
+struct Workspace {
+  void* pointer = nullptr;
+  Tensor borrowed;  // inside a capture: the graph's own, from its pool
+
+  explicit Workspace(const c10::cuda::CUDAStream& stream) {
+    if (!is_capturing(stream)) pointer = persistent_workspace(stream);
+    if (pointer == nullptr) {
+      const auto bytes = at::TensorOptions().dtype(ScalarType::Byte).device(stream.device());
+      borrowed = at::empty({static_cast<int64_t>(kWorkspaceBytes)}, bytes);
+      pointer = borrowed.mutable_data_ptr();
+    }
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> quantize_tensorwise_cuda(const Tensor& x, ScalarType dtype,
+                                                            bool row_major, bool transposed) {
+  TORCH_CHECK(x.dim() == 2, "fp8lt: want x [R, C], got ", x.sizes());
+  TORCH_CHECK(is_fp8(dtype), "fp8lt: want dtype float8_e4m3fn or float8_e5m2, got ", dtype);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Tensor input = x.contiguous();
+  const int64_t rows = x.size(0), cols = x.size(1);
+  const int64_t padded_rows = padded(rows), padded_cols = padded(cols);
+  const auto fp8 = x.options().dtype(dtype), f32 = x.options().dtype(ScalarType::Float);
+  Tensor data = row_major ? at::empty({padded_rows, padded_cols}, fp8) : at::empty({0, 0}, fp8);
+  Tensor data_t = transposed ? at::empty({padded_cols, padded_rows}, fp8) : at::empty({0, 0}, fp8);
+  Tensor scale_inv = at::empty({std::max({padded_rows, padded_cols, kPad})}, f32);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const Workspace workspace(stream);
+
+  QuantizeTensorwise q{};
+  q.x = input.const_data_ptr();
+  q.real = real_type(x);
+  q.fp8 = dtype == ScalarType::Float8_e4m3fn ? Fp8Type::kE4M3 : Fp8Type::kE5M2;
+  q.rows = rows;
+  q.cols = cols;
+  q.data = row_major ? data.mutable_data_ptr() : nullptr;
+  q.data_t = transposed ? data_t.mutable_data_ptr() : nullptr;
+  q.scale_inv = scale_inv.mutable_data_ptr<float>();
+  q.scale_count = scale_inv.numel();
+  q.scratch = static_cast<float*>(workspace.pointer);
+  check_launch(quantize_tensorwise(q, stream), "quantize_tensorwise");
+  return {data, data_t, scale_inv};
+}
+
 void check_operand(const char* name, const Tensor& t, int64_t rows, const Tensor& a) {
   TORCH_CHECK(is_fp8(t.scalar_type()), "fp8lt: want ", name, " in an FP8 dtype, got ",
               t.scalar_type());
@@ -121,10 +138,10 @@ void check_operand(const char* name, const Tensor& t, int64_t rows, const Tensor
 }
 
 void check_scale(const char* name, const Tensor& scale, const Tensor& a) {
-  TORCH_CHECK(scale.scalar_type() == ScalarType::Float && scale.numel() == 1 &&
-                  scale.device() == a.device(),
-              "fp8lt: want ", name, " one float32 on ", a.device(), ", got ", scale.sizes(), " ",
-              scale.scalar_type(), " on ", scale.device());
+  TORCH_CHECK(scale.scalar_type() == ScalarType::Float && scale.dim() <= 1 && scale.numel() > 0 &&
+                  scale.is_contiguous() && scale.device() == a.device(),
+              "fp8lt: want ", name, " [S], contiguous, float32 on ", a.device(), ", got ",
+              scale.sizes(), " ", scale.scalar_type(), " on ", scale.device());
 }
 
 void check_types(ScalarType a, ScalarType b, ScalarType out, const std::optional<Tensor>& bias,
@@ -190,14 +207,8 @@ Tensor gemm_nt_cuda(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
   problem.bias = lt_bias.defined() ? lt_bias.const_data_ptr() : nullptr;
   problem.d = d.mutable_data_ptr();
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  void* workspace = is_capturing(stream) ? nullptr : persistent_workspace(stream);
-  Tensor borrowed;  // inside a capture: the graph's own, from its pool
-  if (workspace == nullptr) {
-    const auto bytes = a.options().dtype(ScalarType::Byte);
-    borrowed = at::empty({static_cast<int64_t>(kWorkspaceBytes)}, bytes);
-    workspace = borrowed.mutable_data_ptr();
-  }
-  gemm_nt(problem, workspace, stream);
+  problem.vector_scales = lt_a_scale.numel() >= m && lt_b_scale.numel() >= lt_n;
+  gemm_nt(problem, Workspace(stream).pointer, stream);
   return ragged ? d.narrow(1, 0, n).contiguous() : d;
 }
 

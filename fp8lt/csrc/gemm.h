@@ -19,8 +19,9 @@ struct GemmProblem {
   bool fast_accum;  // allowed, where it saves time
   const void* a;              // 16-byte aligned, as every pointer here
   const void* b;
-  const float* a_scale_inv;   // one f32 on the device
+  const float* a_scale_inv;   // f32 on the device: one number,
   const float* b_scale_inv;
+  bool vector_scales;         // written out m and n times, so that a kernel may read it per row
   const void* bias;           // or null; of d's type, bf16 where d is f32
   void* d;
 };

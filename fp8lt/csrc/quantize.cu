@@ -1,24 +1,29 @@
-// Tensorwise quantise: amax, then scale, saturate and cast into both layouts.
+// Tensorwise quantise: amax, then scale, saturate and cast into both layouts, in one launch.
 //
 //   scale = FP8_MAX / max(amax, 1e-12)    data[r, c] = data_t[c, r] = sat(x[r, c] * scale)
 //
-// Two passes over x. The second walks the tiles in reverse, so that it begins with what the first
-// left in L2, and stores past the cache, so that its output does not push x out of there.
+// Every element is needed twice, with all of x in between, and memory is the bottleneck: so the
+// second time should not come from there. A block walks its tiles once for amax and keeps the first
+// few in shared memory; after a grid-wide barrier it casts the others in reverse order, which finds
+// most of them in L2, and the kept ones last. Outputs are stored past the cache, so that they do not
+// push x out of it.
 
 #include "quantize.h"
 
+#include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include <algorithm>
+#include <atomic>
 
 namespace fp8lt {
 namespace {
 
 constexpr float kEps = 1e-12f;  // an all-zero tensor gets a large finite scale, not inf
 
-// ---------------------------------------------------------------------------------------- amax
+// ------------------------------------------------------------------------------------- elements
 // Magnitudes are compared as integers: with the sign bit cleared, the bits of a float order as its
 // value does, and a NaN is larger than everything. So NaN survives, and there is no rounding.
 
@@ -48,62 +53,6 @@ struct Bits<__half> {
   }
 };
 
-template <typename T>
-__device__ uint32_t magnitude(const T& value) {
-  uint32_t bits = 0;
-  memcpy(&bits, &value, sizeof(T));
-  return bits & Bits<T>::kMagnitude;
-}
-
-constexpr int kAmaxThreads = 512;
-constexpr int kAmaxUnroll = 4;
-
-template <typename T>
-__global__ void __launch_bounds__(kAmaxThreads)
-    amax_kernel(const T* __restrict__ x, int64_t numel, float* __restrict__ amax) {
-  constexpr int kVec = 16 / sizeof(T);
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kAmaxThreads + threadIdx.x;
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * kAmaxThreads;
-  uint32_t largest = 0;
-
-  // A view may begin between two 16-byte lines: read up to the first line one by one.
-  const int64_t lead = std::min<int64_t>(
-      numel, (16 - reinterpret_cast<uintptr_t>(x) % 16) % 16 / sizeof(T));
-  const int64_t vectors = (numel - lead) / kVec;
-  const uint4* lines = reinterpret_cast<const uint4*>(x + lead);
-  for (int64_t i = thread; i < vectors; i += threads * kAmaxUnroll) {
-    uint4 v[kAmaxUnroll];
-#pragma unroll
-    for (int u = 0; u < kAmaxUnroll; ++u) {
-      const int64_t at = i + u * threads;
-      v[u] = at < vectors ? lines[at] : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int u = 0; u < kAmaxUnroll; ++u) {
-      constexpr uint32_t mask = Bits<T>::kMagnitude;
-      largest = Bits<T>::max(largest, Bits<T>::max(v[u].x & mask, v[u].y & mask));
-      largest = Bits<T>::max(largest, Bits<T>::max(v[u].z & mask, v[u].w & mask));
-    }
-  }
-  for (int64_t i = thread; i < lead; i += threads) {
-    largest = Bits<T>::max(largest, magnitude(x[i]));
-  }
-  for (int64_t i = lead + vectors * kVec + thread; i < numel; i += threads) {
-    largest = Bits<T>::max(largest, magnitude(x[i]));
-  }
-
-  const uint32_t bits = __float_as_uint(Bits<T>::widest(largest));  // magnitudes: still ordered
-  const uint32_t warp_largest = __reduce_max_sync(0xffffffffu, bits);
-  __shared__ uint32_t block_largest;
-  if (threadIdx.x == 0) block_largest = 0;
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) atomicMax(&block_largest, warp_largest);
-  __syncthreads();
-  if (threadIdx.x == 0) atomicMax(reinterpret_cast<uint32_t*>(amax), block_largest);
-}
-
-// ---------------------------------------------------------------------------------------- cast
-
 template <Fp8Type kType>
 struct Fp8;
 template <>
@@ -121,40 +70,92 @@ __device__ float real(float value) { return value; }
 __device__ float real(__half value) { return __half2float(value); }
 __device__ float real(__nv_bfloat16 value) { return __bfloat162float(value); }
 
-// A tile is 128 x 128. A thread owns patches of 4 rows x 8 columns: the 8 columns are one 8-byte
-// store of the row-major copy, the 4 rows one 4-byte word of the transposed copy, which goes
+// ---------------------------------------------------------------------------------------- tiles
+// A tile is 128 x 128. A thread owns a patch of 4 rows x 8 columns of it: the 8 columns are one
+// 8-byte store of the row-major copy, the 4 rows one 4-byte word of the transposed copy, which goes
 // through shared memory so that its rows leave as whole 128-byte lines too.
+
 constexpr int kTile = 128;
-constexpr int kCastThreads = 256;
+constexpr int kThreads = 512;
+constexpr int kBlocksPerSm = 2;  // while one waits for a barrier or for memory, the other works
 constexpr int kPatchRows = 4;
 constexpr int kPatchCols = 8;
-constexpr int kPatchesAcross = kTile / kPatchCols;                         // 16
-constexpr int kPatchesDownPerPass = kCastThreads / kPatchesAcross;         // 16
-constexpr int kPasses = kTile / kPatchRows / kPatchesDownPerPass;          // 2
-constexpr int kWords = kTile / 4;                                          // of a transposed row
+constexpr int kPatchesAcross = kTile / kPatchCols;
+static_assert(kTile / kPatchRows * kPatchesAcross == kThreads, "one patch per thread");
+constexpr int kWords = kTile / 4;                 // of a transposed row
+constexpr int kTransposeBytes = kTile * kTile;    // the FP8 tile on its way to data_t
 
-// The word of column `col` that holds rows 4 * word ... 4 * word + 3, moved by an XOR so that a
-// warp's writes (columns 8 apart, two neighbouring words) hit 32 different banks.
-__device__ int shared_word(int col, int word) { return col * kWords + (word ^ (col / 8 * 2)); }
+template <typename T>
+constexpr int kTileBytes = kTile * kTile * sizeof(T);
+template <typename T>
+constexpr int kLines = kPatchCols * sizeof(T) / 16;  // 16-byte pieces of a patch's row
 
-template <typename T, bool kFast>
-__device__ void load_patch_row(const T* __restrict__ x, int64_t row, int64_t col, int64_t rows,
-                               int64_t cols, float (&out)[kPatchCols]) {
-  if constexpr (kFast) {  // whole tile inside, every row 16-byte aligned
-    alignas(16) T values[kPatchCols];
-    const uint4* from = reinterpret_cast<const uint4*>(x + row * cols + col);
+// A patch as it lies in memory.
+template <typename T>
+struct Patch {
+  uint4 lines[kPatchRows][kLines<T>];
+};
+
+struct Place {
+  int64_t row, col;  // of the patch's first element
+  bool interior;     // the tile has no padding
+};
+
+struct Grid {
+  int64_t tiles_across, tiles;
+  int kept;      // tiles that a block keeps in shared memory
+  bool aligned;  // every row of x begins on a 16-byte boundary
+};
+
+__device__ Place place_of(const QuantizeTensorwise& q, const Grid& grid, int64_t tile) {
+  const int64_t row0 = tile / grid.tiles_across * kTile, col0 = tile % grid.tiles_across * kTile;
+  return {row0 + threadIdx.x / kPatchesAcross * kPatchRows,
+          col0 + threadIdx.x % kPatchesAcross * kPatchCols,
+          row0 + kTile <= q.rows && col0 + kTile <= q.cols};
+}
+
+// kOnce: nobody will read this from L2 again.
+template <typename T, bool kOnce>
+__device__ Patch<T> load(const QuantizeTensorwise& q, const Grid& grid, const Place& at) {
+  const T* x = static_cast<const T*>(q.x);
+  Patch<T> patch;
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(values) / 16); ++i) {
-      reinterpret_cast<uint4*>(values)[i] = __ldg(from + i);
+  for (int r = 0; r < kPatchRows; ++r) {
+    const int64_t row = at.row + r;
+    if (grid.aligned && at.col + kPatchCols <= q.cols && row < q.rows) {
+      const uint4* from = reinterpret_cast<const uint4*>(x + row * q.cols + at.col);
+#pragma unroll
+      for (int i = 0; i < kLines<T>; ++i) {
+        patch.lines[r][i] = kOnce ? __ldcs(from + i) : __ldg(from + i);
+      }
+      continue;
     }
-#pragma unroll
-    for (int j = 0; j < kPatchCols; ++j) out[j] = real(values[j]);
-  } else {
+    alignas(16) T values[kPatchCols] = {};
 #pragma unroll
     for (int j = 0; j < kPatchCols; ++j) {
-      out[j] = row < rows && col + j < cols ? real(x[row * cols + col + j]) : 0.0f;
+      if (row < q.rows && at.col + j < q.cols) values[j] = x[row * q.cols + at.col + j];
+    }
+#pragma unroll
+    for (int i = 0; i < kLines<T>; ++i) {
+      patch.lines[r][i] = reinterpret_cast<const uint4*>(values)[i];
     }
   }
+  return patch;
+}
+
+template <typename T>
+__device__ uint32_t largest_magnitude(const Patch<T>& patch, uint32_t largest) {
+  constexpr uint32_t mask = Bits<T>::kMagnitude;
+#pragma unroll
+  for (int r = 0; r < kPatchRows; ++r) {
+#pragma unroll
+    for (int i = 0; i < kLines<T>; ++i) {
+      const uint4 v = patch.lines[r][i];
+      largest = Bits<T>::max(largest, Bits<T>::max(v.x & mask, v.y & mask));
+      largest = Bits<T>::max(largest, Bits<T>::max(v.z & mask, v.w & mask));
+    }
+  }
+  return largest;
 }
 
 // The bytes of four columns that are not padding, which is zero whatever the scale: 0 * NaN is not.
@@ -163,112 +164,206 @@ __device__ uint32_t inside(int64_t row, int64_t col, int64_t rows, int64_t cols)
   return count >= 4 ? 0xffffffffu : count <= 0 ? 0u : (1u << 8 * count) - 1;
 }
 
-template <typename T, Fp8Type kType, bool kFast>
-__device__ void cast_tile(const QuantizeTensorwise& q, int64_t row0, int64_t col0, float scale,
-                          uint32_t* shared) {
-  const T* x = static_cast<const T*>(q.x);
-  const int64_t padded_rows = padded(q.rows), padded_cols = padded(q.cols);
-  const int across = threadIdx.x % kPatchesAcross, down = threadIdx.x / kPatchesAcross;
+// The word of column `col` that holds rows 4 * word ... 4 * word + 3, moved by an XOR so that a
+// warp's writes (columns 8 apart, two neighbouring words) hit 32 different banks.
+__device__ int shared_word(int col, int word) { return col * kWords + (word ^ (col / 8 * 2)); }
 
+// Cast a patch; store its rows, and put its columns into `transpose`.
+template <typename T, Fp8Type kType>
+__device__ void cast_patch(const QuantizeTensorwise& q, const Patch<T>& patch, const Place& at,
+                           float scale, uint32_t* transpose) {
+  const int64_t padded_rows = padded(q.rows), padded_cols = padded(q.cols);
+  uint32_t fp8[kPatchRows][kPatchCols / 4];  // four columns to a word
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int word = pass * kPatchesDownPerPass + down;
-    const int64_t row = row0 + word * kPatchRows, col = col0 + across * kPatchCols;
-    float patch[kPatchRows][kPatchCols];
+  for (int r = 0; r < kPatchRows; ++r) {
+    const T* values = reinterpret_cast<const T*>(patch.lines[r]);
 #pragma unroll
-    for (int r = 0; r < kPatchRows; ++r) {
-      load_patch_row<T, kFast>(x, row + r, col, q.rows, q.cols, patch[r]);
+    for (int j = 0; j < kPatchCols; j += 4) {
+      const uint32_t low = __nv_cvt_float2_to_fp8x2(
+          make_float2(real(values[j]) * scale, real(values[j + 1]) * scale), __NV_SATFINITE,
+          Fp8<kType>::kKind);
+      const uint32_t high = __nv_cvt_float2_to_fp8x2(
+          make_float2(real(values[j + 2]) * scale, real(values[j + 3]) * scale), __NV_SATFINITE,
+          Fp8<kType>::kKind);
+      fp8[r][j / 4] = low | high << 16;
+      if (!at.interior) fp8[r][j / 4] &= inside(at.row + r, at.col + j, q.rows, q.cols);
     }
-    uint32_t fp8[kPatchRows][kPatchCols / 4];  // four columns to a word
-#pragma unroll
-    for (int r = 0; r < kPatchRows; ++r) {
-#pragma unroll
-      for (int j = 0; j < kPatchCols; j += 4) {
-        const uint32_t low = __nv_cvt_float2_to_fp8x2(
-            make_float2(patch[r][j] * scale, patch[r][j + 1] * scale), __NV_SATFINITE,
-            Fp8<kType>::kKind);
-        const uint32_t high = __nv_cvt_float2_to_fp8x2(
-            make_float2(patch[r][j + 2] * scale, patch[r][j + 3] * scale), __NV_SATFINITE,
-            Fp8<kType>::kKind);
-        fp8[r][j / 4] = low | high << 16;
-        if constexpr (!kFast) fp8[r][j / 4] &= inside(row + r, col + j, q.rows, q.cols);
-      }
-      if (q.data != nullptr && row + r < padded_rows && col < padded_cols) {
-        uint8_t* to = static_cast<uint8_t*>(q.data) + (row + r) * padded_cols + col;
-        __stcs(reinterpret_cast<uint2*>(to), make_uint2(fp8[r][0], fp8[r][1]));
-      }
-    }
-    if (q.data_t != nullptr) {
-#pragma unroll
-      for (int j = 0; j < kPatchCols; ++j) {
-        const uint32_t take = 0x40u | j % 4 | (j % 4) << 4;  // byte j of two words, side by side
-        const uint32_t low = __byte_perm(fp8[0][j / 4], fp8[1][j / 4], take);
-        const uint32_t high = __byte_perm(fp8[2][j / 4], fp8[3][j / 4], take);
-        shared[shared_word(across * kPatchCols + j, word)] = __byte_perm(low, high, 0x5410);
-      }
+    if (q.data != nullptr && at.row + r < padded_rows && at.col < padded_cols) {
+      uint8_t* to = static_cast<uint8_t*>(q.data) + (at.row + r) * padded_cols + at.col;
+      __stcs(reinterpret_cast<uint2*>(to), make_uint2(fp8[r][0], fp8[r][1]));
     }
   }
   if (q.data_t == nullptr) return;
-
-  __syncthreads();
-  constexpr int kRowLines = kTile / 16;  // 16-byte pieces of a transposed row
+  const int across = threadIdx.x % kPatchesAcross, word = threadIdx.x / kPatchesAcross;
 #pragma unroll
-  for (int i = threadIdx.x; i < kTile * kRowLines; i += kCastThreads) {
-    const int c = i / kRowLines, piece = i % kRowLines;
+  for (int j = 0; j < kPatchCols; ++j) {
+    const uint32_t take = 0x40u | j % 4 | (j % 4) << 4;  // byte j of two words, side by side
+    const uint32_t low = __byte_perm(fp8[0][j / 4], fp8[1][j / 4], take);
+    const uint32_t high = __byte_perm(fp8[2][j / 4], fp8[3][j / 4], take);
+    transpose[shared_word(across * kPatchCols + j, word)] = __byte_perm(low, high, 0x5410);
+  }
+}
+
+// Store the columns of a whole tile, which `transpose` holds, as rows of data_t.
+__device__ void store_columns(const QuantizeTensorwise& q, int64_t row0, int64_t col0,
+                              const uint32_t* transpose) {
+  const int64_t padded_rows = padded(q.rows), padded_cols = padded(q.cols);
+  constexpr int kPieces = kTile / 16;  // 16-byte pieces of a transposed row
+#pragma unroll
+  for (int i = threadIdx.x; i < kTile * kPieces; i += kThreads) {
+    const int c = i / kPieces, piece = i % kPieces;
     const int64_t col = col0 + c, row = row0 + piece * 16;
     if (col >= padded_cols || row >= padded_rows) continue;
     // The XOR is even: pairs of words stay together, their order within the piece may not.
-    const uint2 low = *reinterpret_cast<const uint2*>(shared + shared_word(c, piece * 4));
-    const uint2 high = *reinterpret_cast<const uint2*>(shared + shared_word(c, piece * 4 + 2));
+    const uint2 low = *reinterpret_cast<const uint2*>(transpose + shared_word(c, piece * 4));
+    const uint2 high = *reinterpret_cast<const uint2*>(transpose + shared_word(c, piece * 4 + 2));
     uint8_t* to = static_cast<uint8_t*>(q.data_t) + col * padded_rows + row;
     __stcs(reinterpret_cast<uint4*>(to), make_uint4(low.x, low.y, high.x, high.y));
   }
 }
 
+// ------------------------------------------------------------------------------------ the kernel
+
+// The largest of one word per thread, in every thread.
+__device__ uint32_t block_max(uint32_t value) {
+  __shared__ uint32_t warp_largest[kThreads / 32];
+  value = __reduce_max_sync(0xffffffffu, value);
+  __syncthreads();  // the last call's readers are done
+  if (threadIdx.x % 32 == 0) warp_largest[threadIdx.x / 32] = value;
+  __syncthreads();
+  return __reduce_max_sync(0xffffffffu, warp_largest[threadIdx.x % (kThreads / 32)]);
+}
+
 template <typename T, Fp8Type kType>
-__global__ void __launch_bounds__(kCastThreads)
-    cast_kernel(const QuantizeTensorwise q, int64_t tiles_across, bool aligned) {
-  __shared__ alignas(16) uint32_t shared[kTile * kWords];
-  const float amax = *q.amax;
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    quantize_kernel(const QuantizeTensorwise q, const Grid grid) {
+  extern __shared__ uint4 shared[];  // kept patches, thread by thread, then the transposed tile
+  uint32_t* transpose =
+      reinterpret_cast<uint32_t*>(shared + grid.kept * (kTileBytes<T> / 16));
+  const int64_t step = gridDim.x;
+
+  uint32_t largest = 0;
+  int kept = 0;
+  int64_t tile = blockIdx.x;
+  for (; kept < grid.kept && tile < grid.tiles; ++kept, tile += step) {
+    const Patch<T> patch = load<T, true>(q, grid, place_of(q, grid, tile));
+    largest = largest_magnitude(patch, largest);
+    uint4* keep = shared + kept * (kTileBytes<T> / 16) + threadIdx.x;
+#pragma unroll
+    for (int r = 0; r < kPatchRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < kLines<T>; ++i) keep[(r * kLines<T> + i) * kThreads] = patch.lines[r][i];
+    }
+  }
+  const int64_t first_streamed = tile;
+  for (; tile < grid.tiles; tile += step) {
+    largest = largest_magnitude(load<T, false>(q, grid, place_of(q, grid, tile)), largest);
+  }
+
+  // From here on as the bits of a float, which order like it.
+  uint32_t* partial = reinterpret_cast<uint32_t*>(q.scratch);
+  const uint32_t mine = block_max(__float_as_uint(Bits<T>::widest(largest)));
+  if (threadIdx.x == 0) partial[blockIdx.x] = mine;
+  cooperative_groups::this_grid().sync();
+  uint32_t all = 0;
+  for (int i = threadIdx.x; i < gridDim.x; i += kThreads) all = max(all, __ldcg(partial + i));
+  const float amax = __uint_as_float(block_max(all));
   // `fmaxf` would drop a NaN, fast division the last bit that makes scales equal everywhere.
   const float scale = __fdiv_rn(Fp8<kType>::kMax, amax < kEps ? kEps : amax);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *q.scale_inv = __frcp_rn(scale);
-
-  const int64_t tile = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x;
-  const int64_t row0 = tile / tiles_across * kTile, col0 = tile % tiles_across * kTile;
-  if (aligned && row0 + kTile <= q.rows && col0 + kTile <= q.cols) {
-    cast_tile<T, kType, true>(q, row0, col0, scale, shared);
-  } else {
-    cast_tile<T, kType, false>(q, row0, col0, scale, shared);
+  const float scale_inv = __frcp_rn(scale);
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < q.scale_count;
+       i += step * kThreads) {
+    q.scale_inv[i] = scale_inv;
   }
+
+  const auto cast_tile = [&](const Patch<T>& patch, int64_t at) {
+    const Place place = place_of(q, grid, at);
+    if (q.data_t != nullptr) __syncthreads();  // the last tile's columns have left
+    cast_patch<T, kType>(q, patch, place, scale, transpose);
+    if (q.data_t == nullptr) return;
+    __syncthreads();
+    store_columns(q, at / grid.tiles_across * kTile, at % grid.tiles_across * kTile, transpose);
+  };
+  for (tile -= step; tile >= first_streamed; tile -= step) {
+    cast_tile(load<T, true>(q, grid, place_of(q, grid, tile)), tile);
+  }
+  for (; kept > 0; --kept, tile -= step) {
+    Patch<T> patch;
+    const uint4* keep = shared + (kept - 1) * (kTileBytes<T> / 16) + threadIdx.x;
+#pragma unroll
+    for (int r = 0; r < kPatchRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < kLines<T>; ++i) patch.lines[r][i] = keep[(r * kLines<T> + i) * kThreads];
+    }
+    cast_tile(patch, tile);
+  }
+}
+
+// --------------------------------------------------------------------------------------- launch
+
+// What a kernel may use of a GPU. Asked once per GPU and kernel: the answers take microseconds.
+struct Limits {
+  std::atomic<int> blocks{0};  // that run at the same time; 0: not asked yet
+  int kept = 0;
+  int shared_bytes = 0;
+};
+
+constexpr int kMaxDevices = 64;
+
+template <typename T, Fp8Type kType>
+cudaError_t find_limits(int device, Limits& limits) {
+  int sms = 0, per_sm = 0, per_block = 0, reserved = 0, resident = 0;
+  cudaError_t status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
+  cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
+  constexpr int kStatic = kThreads / 32 * 4;  // block_max
+  const int budget = std::min(per_block, per_sm / kBlocksPerSm - reserved) - kStatic;
+  limits.kept = std::max(0, (budget - kTransposeBytes) / kTileBytes<T>);
+  limits.shared_bytes = limits.kept * kTileBytes<T> + kTransposeBytes;
+  const auto kernel = quantize_kernel<T, kType>;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                limits.shared_bytes);
+  if (status != cudaSuccess) return status;
+  status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads,
+                                                         limits.shared_bytes);
+  if (status != cudaSuccess) return status;
+  if (resident == 0) return cudaErrorCooperativeLaunchTooLarge;
+  limits.blocks.store(std::min(sms * resident, kQuantizeScratch), std::memory_order_release);
+  return cudaSuccess;
+}
+
+template <typename T, Fp8Type kType>
+cudaError_t launch(const QuantizeTensorwise& q, cudaStream_t stream) {
+  static Limits found[kMaxDevices];  // several threads may fill one: with the same numbers
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
+  Limits& limits = found[device];
+  if (limits.blocks.load(std::memory_order_acquire) == 0) {
+    status = find_limits<T, kType>(device, limits);
+    if (status != cudaSuccess) return status;
+  }
+
+  Grid grid{};
+  grid.tiles_across = (q.cols + kTile - 1) / kTile;
+  grid.tiles = (q.rows + kTile - 1) / kTile * grid.tiles_across;
+  grid.kept = limits.kept;
+  grid.aligned = reinterpret_cast<uintptr_t>(q.x) % 16 == 0 && q.cols * sizeof(T) % 16 == 0;
+  // One block even of an empty matrix: it writes scale_inv.
+  const int64_t blocks = std::clamp<int64_t>(grid.tiles, 1, limits.blocks.load());
+  QuantizeTensorwise argument = q;
+  void* arguments[] = {&argument, &grid};
+  return cudaLaunchCooperativeKernel(quantize_kernel<T, kType>, dim3(static_cast<unsigned>(blocks)),
+                                     dim3(kThreads), arguments, limits.shared_bytes, stream);
 }
 
 template <typename T>
 cudaError_t launch(const QuantizeTensorwise& q, cudaStream_t stream) {
-  const int64_t numel = q.rows * q.cols;
-  cudaError_t status = cudaMemsetAsync(q.amax, 0, sizeof(float), stream);
-  if (status != cudaSuccess) return status;
-  if (numel > 0) {
-    constexpr int64_t kMaxBlocks = 132 * 4;  // a full wave of a Hopper
-    constexpr int64_t kPerBlock = kAmaxThreads * kAmaxUnroll * (16 / sizeof(T));
-    const int64_t blocks = std::min(kMaxBlocks, (numel + kPerBlock - 1) / kPerBlock);
-    amax_kernel<T><<<static_cast<unsigned>(blocks), kAmaxThreads, 0, stream>>>(
-        static_cast<const T*>(q.x), numel, q.amax);
-    status = cudaGetLastError();
-    if (status != cudaSuccess) return status;
-  }
-  // One tile even of an empty matrix: its block writes scale_inv.
-  const int64_t tiles_down = std::max<int64_t>(1, (q.rows + kTile - 1) / kTile);
-  const int64_t tiles_across = std::max<int64_t>(1, (q.cols + kTile - 1) / kTile);
-  const bool aligned =
-      reinterpret_cast<uintptr_t>(q.x) % 16 == 0 && q.cols * sizeof(T) % 16 == 0;
-  const dim3 grid(static_cast<unsigned>(tiles_down * tiles_across));
-  if (q.fp8 == Fp8Type::kE4M3) {
-    cast_kernel<T, Fp8Type::kE4M3><<<grid, kCastThreads, 0, stream>>>(q, tiles_across, aligned);
-  } else {
-    cast_kernel<T, Fp8Type::kE5M2><<<grid, kCastThreads, 0, stream>>>(q, tiles_across, aligned);
-  }
-  return cudaGetLastError();
+  return q.fp8 == Fp8Type::kE4M3 ? launch<T, Fp8Type::kE4M3>(q, stream)
+                                 : launch<T, Fp8Type::kE5M2>(q, stream);
 }
 
 }  // namespace

@@ -21,11 +21,14 @@ struct QuantizeTensorwise {
   RealType real;
   Fp8Type fp8;
   int64_t rows, cols;
-  void* data;        // [padded(rows), padded(cols)] or null: not asked for
-  void* data_t;      // [padded(cols), padded(rows)] or null: not asked for
-  float* scale_inv;  // [] real = fp8 * scale_inv
-  float* amax;       // [] largest magnitude of x; NaN if x holds one
+  void* data;           // [padded(rows), padded(cols)] or null: not asked for
+  void* data_t;         // [padded(cols), padded(rows)] or null: not asked for
+  float* scale_inv;     // [scale_count] the one number, real = fp8 * scale_inv, written out
+  int64_t scale_count;
+  float* scratch;       // kQuantizeScratch floats, of no other use until the kernel ends
 };
+
+constexpr int kQuantizeScratch = 1024;  // one per block of a launch
 
 cudaError_t quantize_tensorwise(const QuantizeTensorwise& q, cudaStream_t stream);
 

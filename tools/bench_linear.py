@@ -1,0 +1,150 @@
+"""How one linear layer is measured: inputs, float64 reference, checks, rounds.
+
+Every contender is built, warmed up and compared with float64 products of its bf16 inputs. One that
+raises or is wrong gets a row that says so and is not timed; the others are.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from bench_core import REFERENCE, RUNS, Bench, Row, Shape, add_ratios, make_row
+from bench_peers import Contender, Layer
+from bench_timing import Entry, How, reason, relative_error, run_rounds, wrong
+from torch import Tensor
+
+INPUT_SETS = 3  # no contender meets the same tensors twice in a row
+WARM_UP = 3  # a multiple of INPUT_SETS; TransformerEngine's delayed scales need some steps, too
+# One e4m3 operand has an error of 0.027 on normal data, one e5m2 operand (dy) 0.053.
+BOUNDS = {"y": 0.06, "dx": 0.09, "dw": 0.09}
+BOUNDS_BF16 = dict.fromkeys(BOUNDS, 0.01)
+
+
+class Phase(NamedTuple):
+    """What is run, and what of its time counts."""
+
+    name: str
+    backward: bool
+    how: How
+
+
+class Case:
+    """One shape: inputs, weight, and what float64 makes of them."""
+
+    def __init__(self, shape: Shape, device: torch.device, backward: bool) -> None:
+        self.shape, self.backward = shape, backward
+        draw = torch.Generator(device).manual_seed(0)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=draw, device=device).bfloat16()
+
+        self.w = normal(shape.n, shape.k) / math.sqrt(shape.k)
+        self.sets = [
+            (normal(shape.m, shape.k).requires_grad_(backward), normal(shape.m, shape.n))
+            for _ in range(INPUT_SETS)
+        ]
+        x, dy = (t.detach().double() for t in self.sets[0])
+        w = self.w.double()
+        self.want = {"y": x @ w.t()}
+        if backward:
+            self.want |= {"dx": dy @ w, "dw": dy.t() @ x}
+
+    def call(self, layer: Layer, backward: bool) -> Callable[[], Any]:
+        """Return what runs the layer on the next inputs, and returns y or (dx, dw)."""
+        sets = itertools.cycle(self.sets)
+
+        def run() -> Any:
+            x, dy = next(sets)
+            with torch.set_grad_enabled(self.backward):
+                y = layer.forward(x)
+            # Not y.backward(): adding into .grad would be one more kernel for each gradient.
+            return torch.autograd.grad(y, (x, layer.weight), dy) if backward else y
+
+        return run
+
+    def errors(self, layer: Layer, backward: bool) -> dict[str, float]:
+        """Warm the layer up, run it on the first inputs and compare."""
+        run = self.call(layer, backward)
+        for _ in range(WARM_UP):
+            run()
+        result = run()
+        got = dict(zip(("dx", "dw"), result, strict=True)) if backward else {"y": result}
+        return {name: relative_error(self.want[name], t.detach()) for name, t in got.items()}
+
+
+@dataclass
+class Prepared:
+    """A contender that was built and checked; or why not, each for (forward, with backward)."""
+
+    name: str
+    layer: Layer | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    failures: list[str | None] = field(default_factory=lambda: [None, None])
+    wrongs: list[str | None] = field(default_factory=lambda: [None, None])
+
+    def good(self, backward: bool) -> bool:
+        return self.failures[backward] is None and self.wrongs[backward] is None
+
+
+def prepare(contender: Contender, case: Case) -> Prepared:
+    """Build, warm up, check. Never raises for what the contender does."""
+    made = Prepared(contender.name)
+    bounds = BOUNDS_BF16 if contender.name == REFERENCE else BOUNDS
+    for backward in (False, True)[: 1 + case.backward]:
+        try:
+            if made.layer is None:
+                made.layer = contender.build(case.w)
+            made.errors |= case.errors(made.layer, backward)
+        except Exception as error:  # whatever a peer throws
+            made.failures[backward:] = [reason(error)] * (2 - backward)
+            return made
+        # A wrong y is wrong with backward, too.
+        made.wrongs[backward:] = [wrong(made.errors, bounds)] * (2 - backward)
+    return made
+
+
+def measure_phase(
+    bench: Bench, case: Case, all_made: Sequence[Prepared], phase: Phase, extra: Sequence[Entry]
+) -> list[Row]:
+    """Time what is good in interleaved rounds, `extra` among them; return every contender's row."""
+    entries = {}
+    for made in all_made:
+        if made.layer is not None and made.good(phase.backward):
+            call = case.call(made.layer, phase.backward)
+            measure = partial(bench.timer.measure, call, phase.how, RUNS)
+            entries[made.name] = Entry(made.name, measure)
+    run_rounds([*entries.values(), *extra], bench.rounds, bench.tick)
+    bench.tick((len(all_made) - len(entries)) * bench.rounds)
+    rows = []
+    for made in all_made:
+        entry = entries.get(made.name)
+        rows.append(make_row(
+            str(case.shape), phase.name, made.name, made.errors, entry.rounds_us if entry else [],
+            failure=made.failures[phase.backward] or (entry.failure if entry else None),
+            wrong=made.wrongs[phase.backward],
+        ))  # fmt: skip
+    add_ratios(rows, rows[0], over=phase.how == "host")
+    return rows
+
+
+def measure_case(
+    bench: Bench, contenders: Sequence[Contender], case: Case, phases: Sequence[Phase],
+    extra: dict[str, Sequence[Entry]] | None = None,
+) -> list[Row]:  # fmt: skip
+    """Prepare all contenders of one shape, the reference first, and measure each phase."""
+    all_made = []
+    for contender in contenders:
+        bench.say(f"{case.shape} {contender.name}: prepare")
+        all_made.append(prepare(contender, case))
+    rows: list[Row] = []
+    for phase in phases:
+        bench.say(f"{case.shape} {phase.name}")
+        rows += measure_phase(bench, case, all_made, phase, (extra or {}).get(phase.name, ()))
+    for made in all_made:
+        if made.layer is not None:
+            made.layer.cleanup.close()
+    return rows

@@ -1,0 +1,77 @@
+"""The benchmark's plot: speed-up over bf16 for every peer, and where fp8lt's time goes."""
+
+from pathlib import Path
+from typing import Any
+
+from bench_core import Result, Row
+from bench_report import unique
+
+PARTS = {"gemms": "GEMMs", "quantise": "quantise", "host_gap": "host gap"}
+GROUP = 0.85  # of the distance between two shapes, filled with bars
+
+
+def colour(index: int, name: str) -> Any:
+    """Give fp8lt strong colours, and each peer one of its own in a quieter map."""
+    from matplotlib import colormaps
+
+    strong = {"fp8lt": "#d62728", "fp8lt-reused": "#ff9896"}
+    return strong.get(name) or colormaps["tab20c"](index % 20)
+
+
+def speedups(axis: Any, rows: list[Row]) -> None:
+    """Draw grouped bars of forward + backward, one group a shape."""
+    rows = [row for row in rows if row["phase"] == "fwd+bwd" and row["contender"] != "bf16"]
+    cases = unique(row["case"] for row in rows)
+    names = unique(row["contender"] for row in rows if row["ratio"] is not None)
+    width = GROUP / max(len(names), 1)
+    for index, name in enumerate(names):
+        mine = {row["case"]: row["ratio"] for row in rows if row["contender"] == name}
+        left = [i - GROUP / 2 + (index + 0.5) * width for i in range(len(cases))]
+        heights = [mine.get(case) or 0 for case in cases]
+        bars = axis.bar(left, heights, width, label=name, color=colour(index, name))
+        labels = [f"{height:.2f}" if height else "" for height in heights]
+        axis.bar_label(bars, labels, fontsize=7, rotation=90, padding=2)
+    axis.axhline(1, color="0.2", linewidth=1, linestyle="--", label="bf16")
+    axis.set_xticks(range(len(cases)), cases)
+    axis.margins(x=0.02, y=0.12)
+    axis.set_ylabel("speed-up over bf16")
+    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
+
+
+def shares(axis: Any, parts: list[Row]) -> None:
+    """Draw one stacked bar a shape: the parts of fp8lt's layer, as shares of their sum."""
+    parts = [part for part in parts if part["status"] == "ok"]
+    totals = [sum(part[f"{key}_us"] for key in PARTS) for part in parts]
+    bottom = [0.0] * len(parts)
+    for index, (key, label) in enumerate(PARTS.items()):
+        values = [100 * part[f"{key}_us"] / t for part, t in zip(parts, totals, strict=True)]
+        places = range(len(parts))
+        bars = axis.bar(places, values, 0.5, bottom=bottom, label=label, color=f"C{index}")
+        texts = [
+            f"{value:.0f} %, {part[f'{key}_us']:,.0f} us" if value > 6 else ""
+            for value, part in zip(values, parts, strict=True)
+        ]
+        axis.bar_label(bars, texts, label_type="center", fontsize=8)
+        bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    axis.set_xticks(range(len(parts)), [part["case"] for part in parts])
+    axis.set_ylim(0, 100)
+    axis.set_xlabel("tokens x in x out")
+    axis.set_ylabel("% of fp8lt's fwd+bwd")
+    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
+
+
+def plot(layer: Result, device: str, path: Path) -> None:
+    """Draw the result of the mode `layer`."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file is wanted, no window
+    from matplotlib import pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(13, 8), height_ratios=[3, 2], layout="constrained"
+    )
+    top.set_title(f"One linear layer, forward + backward, on {device}")
+    speedups(top, layer["rows"])
+    shares(bottom, layer.get("parts", []))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

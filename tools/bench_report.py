@@ -1,0 +1,159 @@
+"""How the benchmark shows its measurements: tables for people, from the JSON document alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench_core import Result, Row
+from bench_targets import best, is_peer
+
+TITLES = {
+    "layer": "us and speed-up over bf16",
+    "host": "host us per call and time over bf16's",
+    "decode": "us and speed-up over bf16",
+    "model": "us and speed-up over bf16 in the same mode",
+}
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Return the rows as lines of aligned columns, the first `left` ones flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def cell(row: Row | None, star: bool) -> str:
+    """Show one measurement: its time and ratio, or that there is none."""
+    if row is None:
+        return "-"
+    if row["us"] is None:
+        return row["status"].upper()
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}x"
+    return f"{row['us']:,.0f} {ratio:>6}{'*' if star else ' '}"
+
+
+def unique(values: Any) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def phase_table(mode: str, rows: list[Row], phase: str) -> list[str]:
+    """Return contenders x cases of one phase, the best peer of each case marked."""
+    rows = [row for row in rows if row["phase"] == phase]
+    at = {(row["contender"], row["case"]): row for row in rows}
+    cases = unique(row["case"] for row in rows)
+    stars = [
+        best([row for row in rows if row["case"] == case], mode == "host", is_peer)
+        for case in cases
+    ]  # fmt: skip
+    errors = unique(name for row in rows for name in row["errors"])
+    table = [(phase, *cases, *(f"err {name}" for name in errors))]
+    for name in unique(row["contender"] for row in rows):
+        mine = [at.get((name, case)) for case in cases]
+        shown = [cell(row, row is not None and row is star) for row, star in zip(mine, stars, strict=True)]
+        table.append((name, *shown, *(largest_error(mine, error) for error in errors)))
+    return aligned(table)
+
+
+def largest_error(rows: Sequence[Row | None], name: str) -> str:
+    found = [row["errors"][name] for row in rows if row and name in row["errors"]]
+    # Not max alone: it may lose a NaN.
+    worst = next((e for e in found if e != e), None) or max(found, default=None)
+    return "-" if worst is None else f"{worst:.2g}"
+
+
+def quantize_table(rows: list[Row]) -> list[str]:
+    head = (
+        "quantise", "us", "GB/s", "one-read floor us", "over it", "two-read floor us", "over it",
+        "copy GB/s", "err",
+    )  # fmt: skip
+    table: list[Sequence[str]] = [head]
+    for row in rows:
+        error = f"{row['errors'].get('data', float('nan')):.2g}"
+        if row["status"] != "ok":
+            table.append((row["case"], row["status"].upper(), *["-"] * 6, error))
+            continue
+        table.append((
+            row["case"], f"{row['us']:.1f}", f"{row['gb_per_s']:,.0f}",
+            f"{row['one_read_us']:.1f}", f"{row['over_one_read']:.2f}x",
+            f"{row['two_reads_us']:.1f}", f"{row['over_two_reads']:.2f}x",
+            f"{row['copy_gb_per_s']:,.0f}", error,
+        ))  # fmt: skip
+    return aligned(table)
+
+
+def parts_table(parts: list[Row]) -> list[str]:
+    table: list[Sequence[str]] = [
+        ("fp8lt's fwd+bwd, us", "GEMMs", "quantise", "host gap", "share of the GEMMs")
+    ]
+    for part in parts:
+        if part["status"] != "ok":
+            table.append((part["case"], "FAILED", "-", "-", "-"))
+            continue
+        times = (part["gemms_us"], part["quantise_us"], part["host_gap_us"])
+        table.append((part["case"], *(f"{t:,.0f}" for t in times), f"{part['gemm_share']:.2f}"))
+    return aligned(table)
+
+
+def memory_table(rows: list[Row]) -> list[str]:
+    table: list[Sequence[str]] = [("model", "case", "peak GiB")]
+    for row in rows:
+        peak = row["peak_bytes"]
+        gib = "-" if peak is None else f"{peak / 2**30:.2f}"
+        table.append((row["contender"], row["case"], gib))
+    return aligned(table, left=2)
+
+
+def target_table(verdicts: list[dict[str, Any]]) -> list[str]:
+    head = ("target", "measured", "wanted", "verdict", "best peer", "best dynamic peer")
+    table: list[Sequence[str]] = [head]
+    for v in verdicts:
+        peers = [
+            f"{peer['ratio']:.2f}x {peer['contender']}" if peer else "-"
+            for peer in (v.get("best_peer"), v.get("best_dynamic_peer"))
+        ]
+        value = "-" if v["value"] is None else f"{v['value']:.2f}"
+        wanted = f"{'<=' if v['less'] else '>='} {v['target']:.2f}"
+        met = {True: "met", False: "missed", None: "not measured"}[v["met"]]
+        table.append((v["what"], value, wanted, met, *peers))
+    return aligned(table)
+
+
+def notes(result: Result) -> list[str]:
+    """Say every failure with its reason, once, and what is missing."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for row in [*result["rows"], *result.get("parts", [])]:
+        if row["status"] != "ok":
+            key = row.get("contender", "parts of fp8lt"), row["status"].upper(), row["reason"]
+            reasons.setdefault(key, []).append(f"{row['case']} {row.get('phase', '')}".strip())
+    lines = [
+        f"{name} {status} at {', '.join(where)}: {why}"
+        for (name, status, why), where in reasons.items()
+    ]
+    return lines + [f"{name} is missing: {why}" for name, why in result["missing"].items()]
+
+
+def mode_report(mode: str, result: Result) -> str:
+    """Return all tables of one mode."""
+    rows = result["rows"]
+    blocks = []
+    if mode == "quantize":
+        blocks.append(quantize_table(rows))
+    else:
+        blocks += [phase_table(mode, rows, phase) for phase in unique(r["phase"] for r in rows)]
+    if "parts" in result:
+        blocks.append(parts_table(result["parts"]))
+    if mode == "model":
+        blocks.append(memory_table(rows))
+    if result["targets"]:
+        blocks.append(target_table(result["targets"]))
+    if lines := notes(result):
+        blocks.append(lines)
+    title = TITLES.get(mode, "into both layouts, device time")
+    star = "; * best peer" if any(is_peer(row) for row in rows) else ""
+    head = f"== {mode}: {title}{star} ({result['seconds']:.0f} s)"
+    return "\n\n".join("\n".join(block) for block in [[head], *blocks])

@@ -1,0 +1,91 @@
+"""What fp8lt is meant to reach on an H200, and whether a run did.
+
+Ratios are to eager bf16 `F.linear` in the same run unless the line says otherwise.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from bench_core import Result, Row
+
+DYNAMIC_EXCEPT = ("te-delayed",)  # every other peer takes its scales from the tensor at hand
+OURS = ("fp8lt", "bf16")  # how the names begin that are no peers
+
+# (case, phase, contender) -> (bound, whether more is better)
+TARGETS: dict[str, dict[tuple[str, str, str], float]] = {
+    "layer": {
+        ("8192x4096x4096", "fwd+bwd", "fp8lt"): 1.55,
+        ("8192x4096x14336", "fwd+bwd", "fp8lt"): 1.62,
+        ("8192x14336x4096", "fwd+bwd", "fp8lt"): 1.62,
+        ("16384x1536x6144", "fwd+bwd", "fp8lt"): 1.35,
+        ("512x4096x4096", "fwd+bwd", "fp8lt"): 0.75,
+        ("512x4096x4096", "fwd+bwd", "fp8lt-reused"): 0.9,
+    },
+    "host": {("16x512x512", "fwd+bwd", "fp8lt"): 1.3},
+    "decode": {
+        ("16x8192x8192", "fwd", "fp8lt-reused"): 1.3,
+        ("16x8192x8192", "fwd, host hidden", "fp8lt-reused"): 1.3,
+    },
+    "model": {
+        ("eager", "fwd+bwd", "fp8lt"): 1.45,
+        ("compiled", "fwd+bwd", "fp8lt-compiled"): 1.48,
+    },
+}
+GEMM_SHARE = {"8192x4096x14336": 0.85, "8192x14336x4096": 0.85}
+OVER_TWO_READS = dict.fromkeys(
+    ("8192x4096 bfloat16", "8192x14336 bfloat16", "16384x1536 bfloat16"), 1.25
+)
+PEAK_GIB = 6.08  # of `model`, eager and compiled: what compiled nanochat and torchao take
+
+
+def is_peer(row: Row) -> bool:
+    return not row["contender"].startswith(OURS)
+
+
+def best(rows: list[Row], less: bool, accept: Callable[[Row], bool]) -> Row | None:
+    """Return the row with the best ratio among those accepted."""
+    measured = [row for row in rows if row["ratio"] is not None and accept(row)]
+    pick = min if less else max
+    return pick(measured, key=lambda row: row["ratio"]) if measured else None
+
+
+def verdict(what: str, target: float, value: float | None, less: bool) -> dict[str, Any]:
+    """Compare one number with its target; what was not measured is not met."""
+    met = None if value is None else value <= target if less else value >= target
+    return {"what": what, "target": target, "less": less, "value": value, "met": met}
+
+
+def judge(mode: str, result: Result) -> list[dict[str, Any]]:
+    """Return a verdict for every target that this mode's cases have."""
+    rows, less = result["rows"], mode == "host"
+    verdicts = []
+    for (case, phase, name), target in TARGETS.get(mode, {}).items():
+        near = [row for row in rows if (row["case"], row["phase"]) == (case, phase)]
+        ours = next((row for row in near if row["contender"] == name), None)
+        if ours is None:
+            continue
+        found = verdict(f"{name} {case} {phase}", target, ours["ratio"], less)
+        peer = best(near, less, is_peer)
+        dynamic = best(near, less, lambda r: is_peer(r) and r["contender"] not in DYNAMIC_EXCEPT)
+        for key, row in (("best_peer", peer), ("best_dynamic_peer", dynamic)):
+            found[key] = row and {"contender": row["contender"], "ratio": row["ratio"]}
+        verdicts.append(found)
+    return verdicts + judge_others(mode, result)
+
+
+def judge_others(mode: str, result: Result) -> list[dict[str, Any]]:
+    """Judge what is no ratio to bf16: shares, floors, memory."""
+    found = []
+    for part in result.get("parts", []):
+        if part["case"] in GEMM_SHARE:
+            what, share = f"share of the GEMMs {part['case']}", part.get("gemm_share")
+            found.append(verdict(what, GEMM_SHARE[part["case"]], share, less=False))
+    for row in result["rows"]:
+        if mode == "quantize" and row["case"] in OVER_TWO_READS:
+            what, over = f"over two reads {row['case']}", row.get("over_two_reads")
+            found.append(verdict(what, OVER_TWO_READS[row["case"]], over, less=True))
+        if mode == "model" and row["contender"].startswith("fp8lt") and row["peak_bytes"]:
+            gib = row["peak_bytes"] / 2**30
+            what = f"peak GiB {row['contender']}"
+            found.append(verdict(what, PEAK_GIB, gib, less=True))
+    return found

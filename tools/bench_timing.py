@@ -1,0 +1,155 @@
+"""How the benchmark measures: equal heat, a cold L2 cache, medians of rounds.
+
+    per round     every contender once, in rotating order: heat, then the median of a few runs
+    ratio         reference's median / contender's median, both of the same round
+    reported      the median over the rounds
+
+A card's clocks follow its power: whoever is measured on a cool chip looks up to 15 % faster. So
+the same heat, a burst of bf16 GEMMs, comes before each measurement, and only times of one round
+are compared. A contender that raises is out, with its reason, and the others go on.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+HEAT_MS = 30.0
+HEAT_DIM = 8192  # of the square bf16 GEMMs that heat
+FLUSH_BYTES = 256 << 20  # at least; and at least twice the L2 cache
+HOST_BURSTS, HOST_CALLS = 5, 10  # few calls a burst: a full launch queue would stall the host
+
+# What is timed. "layer": device time from an idle GPU, so a slow host shows as gaps, as it does in
+# eager training. "device": the host is far ahead, so only the GPU's own time counts. "host": wall
+# time of asynchronous calls, the GPU's time does not count.
+How = Literal["layer", "device", "host"]
+
+
+class Timer:
+    """Measures calls on one device, in microseconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        if not self.on_gpu:
+            return
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        self._flush = torch.empty(max(2 * l2, FLUSH_BYTES), dtype=torch.uint8, device=device)
+        self._a, self._b, self._c = (
+            torch.randn(HEAT_DIM, HEAT_DIM, device=device).bfloat16() for _ in range(3)
+        )
+        for _ in range(5):
+            self._heat_once()
+        one = statistics.median(self._events(self._heat_once) for _ in range(5)) / 1e3
+        self.heat_gemms = math.ceil(HEAT_MS / one)
+
+    def measure(self, call: Callable[[], Any], how: How, runs: int) -> float:
+        """Return the median time of one call, after the heat; in "host" there is none."""
+        if how == "host":
+            return statistics.median(self._host_burst(call) for _ in range(HOST_BURSTS))
+        if not self.on_gpu:
+            return statistics.median(self._wall(call) for _ in range(runs))
+        for _ in range(self.heat_gemms):
+            self._heat_once()
+        self.synchronize()
+        return statistics.median(self._cold_run(call, how) for _ in range(runs))
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def method(self) -> dict[str, Any]:
+        """Return the numbers of the method, for the record."""
+        if not self.on_gpu:
+            return {"clock": "perf_counter", "heat_ms": 0, "flush_bytes": 0}
+        heat = {"heat_ms": HEAT_MS, "heat_gemms": self.heat_gemms}
+        return {"clock": "CUDA events", **heat, "flush_bytes": self._flush.numel()}
+
+    def _heat_once(self) -> None:
+        torch.mm(self._a, self._b, out=self._c)
+
+    def _cold_run(self, call: Callable[[], Any], how: How) -> float:
+        if how == "device":
+            for _ in range(2):  # some 3 ms, in which the host enqueues all that follows
+                self._heat_once()
+        self._flush.fill_(1)
+        if how == "layer":
+            self.synchronize()
+        return self._events(call)
+
+    def _events(self, call: Callable[[], Any]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    def _wall(self, call: Callable[[], Any]) -> float:
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1e6
+
+    def _host_burst(self, call: Callable[[], Any]) -> float:
+        self.synchronize()
+        begin = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        return (time.perf_counter() - begin) * 1e6 / HOST_CALLS
+
+
+@dataclass
+class Entry:
+    """One contender in the rounds of one measurement."""
+
+    name: str
+    measure: Callable[[], float]  # one round: heat and the median of a few runs
+    rounds_us: list[float] = field(default_factory=list)
+    failure: str | None = None
+
+
+def run_rounds(entries: Sequence[Entry], rounds: int, tick: Callable[[], Any]) -> None:
+    """Measure every entry once a round; the order rotates from round to round."""
+    for number in range(rounds):
+        first = number % max(len(entries), 1)
+        for entry in (*entries[first:], *entries[:first]):
+            if entry.failure is None:
+                try:
+                    entry.rounds_us.append(entry.measure())
+                except Exception as error:  # whatever a peer throws
+                    entry.failure = reason(error)
+            tick()
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Return above / below round by round; times of different rounds are never compared."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def reason(error: BaseException) -> str:
+    """Say an exception in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__
+
+
+def relative_error(want: Tensor, got: Tensor) -> float:
+    """Return |got - want| / |want|, Frobenius norms in float64; NaN if anything is."""
+    if want.shape != got.shape:
+        raise ValueError(f"want a result {list(want.shape)}, got {list(got.shape)}")
+    want = want.double()
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def wrong(errors: dict[str, float], bounds: dict[str, float]) -> str | None:
+    """Say which errors are above their bounds, or None; NaN is above every bound."""
+    bad = [
+        f"error of {name} {errors[name]:.2g}, want at most {bound}"
+        for name, bound in bounds.items()
+        if name in errors and not errors[name] <= bound
+    ]
+    return "; ".join(bad) or None
