@@ -63,14 +63,15 @@ def linear(
     if kind != "meta" and torch.is_autocast_enabled(kind):  # autocast raises for meta
         x = x.to(torch.get_autocast_dtype(kind))
     emulated = ops.backend(x.device, recipe.emulate)
-    *lead, k = x.shape
-    x2d = x.reshape(math.prod(lead), k)
-    args = (x2d, w, bias, recipe, out_dtype or x.dtype, emulated)
+    out_dtype = out_dtype or x.dtype
+    if x.is_cuda and not emulated and not torch.compiler.is_compiling():
+        return ops.linear(x, w, bias, recipe, out_dtype)
+    args = (x, w, bias, recipe, out_dtype, emulated)
     wanted = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, w, bias)
     )
     y: Tensor = _Linear.apply(*args) if wanted else _forward(*args, need_x=False, need_w=False)[0]
-    return y.view(*lead, w.shape[0])
+    return y
 
 
 def _forward(
@@ -86,13 +87,15 @@ def _forward(
 ) -> tuple[Tensor, ops.Quantized, ops.Quantized]:
     """Return y and the FP8 x and w, transposed where a gradient will need that."""
     fp8 = recipe.forward_dtype(device.formats(x.device))
+    *lead, k = x.shape
+    x = x.reshape(math.prod(lead), k)
     xq = ops.quantize_tensorwise(x, fp8, transposed=need_w, emulated=emulated)
     wq = ops.quantize_tensorwise(w, fp8, transposed=need_x, emulated=emulated)
     y = ops.gemm_nt(
         xq.data, wq.data, xq.scale_inv, wq.scale_inv, x.shape[0], w.shape[0],
         bias=bias, out_dtype=out_dtype, fast_accum=recipe.fast_accum_output, emulated=emulated,
     )  # fmt: skip
-    return y, xq, wq
+    return y.view(*lead, w.shape[0]), xq, wq
 
 
 class _Refuse(torch.autograd.Function):
@@ -130,12 +133,15 @@ def _differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]
 
 
 class _Linear(torch.autograd.Function):
-    """Plumbing: what backward needs rides on `ctx`, because it may run on another thread."""
+    """Plumbing: what backward needs rides on `ctx`, because it may run on another thread.
+
+    `csrc/linear.cpp` is its twin for native eager CUDA.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,  # [M, K]
+        x: Tensor,  # [..., K]; reshaped in here, where that costs no autograd nodes
         w: Tensor,  # [N, K]
         bias: Tensor | None,
         recipe: Recipe,
@@ -148,7 +154,7 @@ class _Linear(torch.autograd.Function):
             *((xq.data_t, xq.scale_inv) if need_w else (None, None)),
             *((wq.data_t, wq.scale_inv) if need_x else (None, None)),
         )
-        ctx.recipe, ctx.emulated, ctx.k = recipe, emulated, x.shape[1]
+        ctx.recipe, ctx.emulated, ctx.x_shape = recipe, emulated, x.shape
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
         return y
 
@@ -158,7 +164,9 @@ class _Linear(torch.autograd.Function):
         x_t, x_scale_inv, w_t, w_scale_inv = ctx.saved_tensors
         need_x, need_w, need_bias, *_ = ctx.needs_input_grad
         recipe, emulated, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.emulated, ctx.dtypes
-        (m, n), k = dy.shape, ctx.k
+        *lead, k = ctx.x_shape
+        m, n = math.prod(lead), dy.shape[-1]
+        dy = dy.reshape(m, n)
         dx = dw = db = None
         if need_x or need_w:
             dyq = ops.quantize_tensorwise(
@@ -169,7 +177,7 @@ class _Linear(torch.autograd.Function):
             dx = ops.gemm_nt(
                 dyq.data, w_t, dyq.scale_inv, w_scale_inv, m, k, out_dtype=x_dtype,
                 fast_accum=recipe.fast_accum_grad_input, emulated=emulated,
-            )  # fmt: skip
+            ).view(ctx.x_shape)  # fmt: skip
         if need_w:
             dw = ops.gemm_nt(
                 dyq.data_t, x_t, dyq.scale_inv, x_scale_inv, n, k, out_dtype=w_dtype,

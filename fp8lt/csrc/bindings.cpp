@@ -57,9 +57,9 @@ void check_launch(cudaError_t status, const char* what) {
   TORCH_CHECK(status == cudaSuccess, "fp8lt: ", what, " failed: ", cudaGetErrorString(status));
 }
 
-// Scratch memory of all kernels: one per stream, for life, since streams that run side by side must not
-// share it. It does not come from torch's allocator, which may be lending out the memory pool of a
-// CUDA graph just now: a block kept from there would outlive the graph, or be shared with it.
+// Scratch memory of all kernels: one per stream, for life, since streams that run side by side must
+// not share it. It does not come from torch's allocator, which may be lending out the memory pool
+// of a CUDA graph just now: a block kept from there would outlive the graph, or be shared with it.
 void* persistent_workspace(const c10::cuda::CUDAStream& stream) {
   static auto* const mutex = new std::mutex;  // never destroyed: the driver may be gone at exit
   static auto* const found = new std::map<std::pair<int, cudaStream_t>, void*>;

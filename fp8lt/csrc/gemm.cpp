@@ -98,9 +98,9 @@ constexpr int64_t kFastAccumWork = int64_t{1} << 30;
 
 bool fast_accum(const GemmProblem& p) { return p.fast_accum && p.m * p.n >= kFastAccumWork / p.k; }
 
-// With a scale per row there is a single kernel, and for large GEMMs with fast accumulation it beats
-// the first choice with a scale per tensor, so a tensor's scale is written out once per row. On an
-// H200 it takes 2-14 % less time at 2^37 and above, up to 13 % more at some shapes below.
+// With a scale per row there is a single kernel, and for large GEMMs with fast accumulation it
+// beats the first choice with a scale per tensor, so a tensor's scale is written out once per row.
+// On an H200 it takes 2-14 % less time at 2^37 and above, up to 13 % more at some shapes below.
 constexpr int64_t kVectorScaleWork = int64_t{1} << 37;
 
 bool vector_scales(const Device& device, const GemmProblem& p) {

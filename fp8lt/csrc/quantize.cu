@@ -3,20 +3,22 @@
 //   scale = FP8_MAX / max(amax, 1e-12)    data[r, c] = data_t[c, r] = sat(x[r, c] * scale)
 //
 // Every element is needed twice, with all of x in between, and memory is the bottleneck: so the
-// second time should not come from there. A block walks its tiles once for amax and keeps the first
-// few in shared memory; after a grid-wide barrier it casts the others in reverse order, which finds
-// most of them in L2, and the kept ones last. Outputs are stored past the cache, so that they do not
-// push x out of it.
+// second time should not come from there. A block walks its tiles once for amax and keeps the
+// first few in shared memory. After a grid-wide barrier it casts the kept ones, fetching another
+// tile into every place that becomes free: in reverse order, which finds most of them in L2.
+// Outputs are stored past the cache, so that they do not push x out of it.
 
 #include "quantize.h"
 
 #include <cooperative_groups.h>
+#include <cuda_pipeline.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
 
 namespace fp8lt {
 namespace {
@@ -85,6 +87,9 @@ static_assert(kTile / kPatchRows * kPatchesAcross == kThreads, "one patch per th
 constexpr int kWords = kTile / 4;                 // of a transposed row
 constexpr int kTransposeBytes = kTile * kTile;    // the FP8 tile on its way to data_t
 
+constexpr int kMaxPlaces = 3;
+static_assert(kMaxPlaces == 3, "wait_for_fetches lists the cases");
+
 template <typename T>
 constexpr int kTileBytes = kTile * kTile * sizeof(T);
 template <typename T>
@@ -103,7 +108,7 @@ struct Place {
 
 struct Grid {
   int64_t tiles_across, tiles;
-  int kept;      // tiles that a block keeps in shared memory
+  int places;    // for tiles in a block's shared memory; 1 ... kMaxPlaces
   bool aligned;  // every row of x begins on a 16-byte boundary
 };
 
@@ -114,33 +119,94 @@ __device__ Place place_of(const QuantizeTensorwise& q, const Grid& grid, int64_t
           row0 + kTile <= q.rows && col0 + kTile <= q.cols};
 }
 
-// kOnce: nobody will read this from L2 again.
-template <typename T, bool kOnce>
-__device__ Patch<T> load(const QuantizeTensorwise& q, const Grid& grid, const Place& at) {
+template <typename T>
+__device__ bool is_whole_line(const QuantizeTensorwise& q, const Grid& grid, int64_t row,
+                              int64_t col) {
+  return grid.aligned && col + kPatchCols <= q.cols && row < q.rows;
+}
+
+// One row of a patch where it is not all there or not aligned; zero outside.
+template <typename T>
+__device__ void load_ragged(const QuantizeTensorwise& q, int64_t row, int64_t col,
+                            uint4 (&lines)[kLines<T>]) {
   const T* x = static_cast<const T*>(q.x);
+  alignas(16) T values[kPatchCols] = {};
+#pragma unroll
+  for (int j = 0; j < kPatchCols; ++j) {
+    if (row < q.rows && col + j < q.cols) values[j] = x[row * q.cols + col + j];
+  }
+#pragma unroll
+  for (int i = 0; i < kLines<T>; ++i) lines[i] = reinterpret_cast<const uint4*>(values)[i];
+}
+
+template <typename T>
+__device__ Patch<T> load(const QuantizeTensorwise& q, const Grid& grid, int64_t tile) {
+  const Place at = place_of(q, grid, tile);
   Patch<T> patch;
 #pragma unroll
   for (int r = 0; r < kPatchRows; ++r) {
-    const int64_t row = at.row + r;
-    if (grid.aligned && at.col + kPatchCols <= q.cols && row < q.rows) {
-      const uint4* from = reinterpret_cast<const uint4*>(x + row * q.cols + at.col);
+    if (is_whole_line<T>(q, grid, at.row + r, at.col)) {
+      const T* from = static_cast<const T*>(q.x) + (at.row + r) * q.cols + at.col;
 #pragma unroll
       for (int i = 0; i < kLines<T>; ++i) {
-        patch.lines[r][i] = kOnce ? __ldcs(from + i) : __ldg(from + i);
+        patch.lines[r][i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
       }
-      continue;
-    }
-    alignas(16) T values[kPatchCols] = {};
-#pragma unroll
-    for (int j = 0; j < kPatchCols; ++j) {
-      if (row < q.rows && at.col + j < q.cols) values[j] = x[row * q.cols + at.col + j];
-    }
-#pragma unroll
-    for (int i = 0; i < kLines<T>; ++i) {
-      patch.lines[r][i] = reinterpret_cast<const uint4*>(values)[i];
+    } else {
+      load_ragged<T>(q, at.row + r, at.col, patch.lines[r]);
     }
   }
   return patch;
+}
+
+// A place in shared memory holds a tile, each thread's patch apart: only that thread ever touches
+// it, so nobody waits for anybody.
+template <typename T>
+__device__ uint4* line_in(uint4* place, int r, int i) {
+  return place + (r * kLines<T> + i) * kThreads + threadIdx.x;
+}
+
+// Begin to copy this thread's patch of `tile` into `place`; one commit per call.
+template <typename T>
+__device__ void fetch(const QuantizeTensorwise& q, const Grid& grid, int64_t tile, uint4* place) {
+  const Place at = place_of(q, grid, tile);
+#pragma unroll
+  for (int r = 0; r < kPatchRows; ++r) {
+    if (is_whole_line<T>(q, grid, at.row + r, at.col)) {
+      const T* from = static_cast<const T*>(q.x) + (at.row + r) * q.cols + at.col;
+#pragma unroll
+      for (int i = 0; i < kLines<T>; ++i) {
+        __pipeline_memcpy_async(line_in<T>(place, r, i), reinterpret_cast<const uint4*>(from) + i,
+                                16);
+      }
+    } else {
+      uint4 lines[kLines<T>];
+      load_ragged<T>(q, at.row + r, at.col, lines);
+#pragma unroll
+      for (int i = 0; i < kLines<T>; ++i) *line_in<T>(place, r, i) = lines[i];
+    }
+  }
+}
+
+template <typename T>
+__device__ Patch<T> read(uint4* place) {
+  Patch<T> patch;
+#pragma unroll
+  for (int r = 0; r < kPatchRows; ++r) {
+#pragma unroll
+    for (int i = 0; i < kLines<T>; ++i) patch.lines[r][i] = *line_in<T>(place, r, i);
+  }
+  return patch;
+}
+
+// Wait until all but the latest `pending` fetches of this thread have arrived.
+__device__ void wait_for_fetches(int pending) {
+  if (pending == 0) {
+    __pipeline_wait_prior(0);
+  } else if (pending == 1) {
+    __pipeline_wait_prior(1);
+  } else {
+    __pipeline_wait_prior(kMaxPlaces - 1);
+  }
 }
 
 template <typename T>
@@ -234,68 +300,71 @@ __device__ uint32_t block_max(uint32_t value) {
   return __reduce_max_sync(0xffffffffu, warp_largest[threadIdx.x % (kThreads / 32)]);
 }
 
+// The largest magnitude of all threads of the grid: the barrier between the passes.
+__device__ float grid_max(float magnitude, float* scratch) {
+  uint32_t* partial = reinterpret_cast<uint32_t*>(scratch);  // bits of magnitudes order like them
+  const uint32_t mine = block_max(__float_as_uint(magnitude));
+  if (threadIdx.x == 0) partial[blockIdx.x] = mine;
+  cooperative_groups::this_grid().sync();
+  uint32_t largest = 0;
+  for (int i = threadIdx.x; i < gridDim.x; i += kThreads) {
+    largest = max(largest, __ldcg(partial + i));
+  }
+  return __uint_as_float(block_max(largest));
+}
+
+template <Fp8Type kType>
+__device__ float scale_of(float amax) {
+  // `fmaxf` would drop a NaN, fast division the last bit that makes scales equal everywhere.
+  return __fdiv_rn(Fp8<kType>::kMax, amax < kEps ? kEps : amax);
+}
+
 template <typename T, Fp8Type kType>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     quantize_kernel(const QuantizeTensorwise q, const Grid grid) {
-  extern __shared__ uint4 shared[];  // kept patches, thread by thread, then the transposed tile
-  uint32_t* transpose =
-      reinterpret_cast<uint32_t*>(shared + grid.kept * (kTileBytes<T> / 16));
+  extern __shared__ uint4 shared[];  // the places, then the FP8 tile on its way to data_t
+  const auto place = [&](int64_t i) { return shared + i % grid.places * (kTileBytes<T> / 16); };
+  uint32_t* transpose = reinterpret_cast<uint32_t*>(shared + grid.places * (kTileBytes<T> / 16));
+  // This block's tiles, counted 0 ... count - 1; the first few are kept.
   const int64_t step = gridDim.x;
+  const int64_t count = (grid.tiles - blockIdx.x + step - 1) / step;
+  const int kept = static_cast<int>(min(count, static_cast<int64_t>(grid.places)));
+  const auto tile = [&](int64_t i) { return blockIdx.x + i * step; };
 
+  for (int i = 0; i < kept; ++i) fetch<T>(q, grid, tile(i), place(i));
+  __pipeline_commit();
   uint32_t largest = 0;
-  int kept = 0;
-  int64_t tile = blockIdx.x;
-  for (; kept < grid.kept && tile < grid.tiles; ++kept, tile += step) {
-    const Patch<T> patch = load<T, true>(q, grid, place_of(q, grid, tile));
-    largest = largest_magnitude(patch, largest);
-    uint4* keep = shared + kept * (kTileBytes<T> / 16) + threadIdx.x;
-#pragma unroll
-    for (int r = 0; r < kPatchRows; ++r) {
-#pragma unroll
-      for (int i = 0; i < kLines<T>; ++i) keep[(r * kLines<T> + i) * kThreads] = patch.lines[r][i];
+  int64_t i = kept;
+  if constexpr (sizeof(T) == 2) {
+    for (; i + 1 < count; i += 2) {  // two at a time, which registers allow: more loads on the way
+      const Patch<T> patches[2] = {load<T>(q, grid, tile(i)), load<T>(q, grid, tile(i + 1))};
+      largest = largest_magnitude(patches[1], largest_magnitude(patches[0], largest));
     }
   }
-  const int64_t first_streamed = tile;
-  for (; tile < grid.tiles; tile += step) {
-    largest = largest_magnitude(load<T, false>(q, grid, place_of(q, grid, tile)), largest);
-  }
+  for (; i < count; ++i) largest = largest_magnitude(load<T>(q, grid, tile(i)), largest);
+  __pipeline_wait_prior(0);
+  for (i = 0; i < kept; ++i) largest = largest_magnitude(read<T>(place(i)), largest);
 
-  // From here on as the bits of a float, which order like it.
-  uint32_t* partial = reinterpret_cast<uint32_t*>(q.scratch);
-  const uint32_t mine = block_max(__float_as_uint(Bits<T>::widest(largest)));
-  if (threadIdx.x == 0) partial[blockIdx.x] = mine;
-  cooperative_groups::this_grid().sync();
-  uint32_t all = 0;
-  for (int i = threadIdx.x; i < gridDim.x; i += kThreads) all = max(all, __ldcg(partial + i));
-  const float amax = __uint_as_float(block_max(all));
-  // `fmaxf` would drop a NaN, fast division the last bit that makes scales equal everywhere.
-  const float scale = __fdiv_rn(Fp8<kType>::kMax, amax < kEps ? kEps : amax);
+  const float scale = scale_of<kType>(grid_max(Bits<T>::widest(largest), q.scratch));
   const float scale_inv = __frcp_rn(scale);
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < q.scale_count;
-       i += step * kThreads) {
-    q.scale_inv[i] = scale_inv;
+  for (int64_t s = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; s < q.scale_count;
+       s += step * kThreads) {
+    q.scale_inv[s] = scale_inv;
   }
 
-  const auto cast_tile = [&](const Patch<T>& patch, int64_t at) {
-    const Place place = place_of(q, grid, at);
+  // The kept tiles in order, then the others from the last to the first.
+  const auto turn = [&](int64_t n) { return tile(n < kept ? n : count - 1 - (n - kept)); };
+  for (int64_t n = 0; n < count; ++n) {
+    wait_for_fetches(kept - 1);
+    const Patch<T> patch = read<T>(place(n));
+    if (n + kept < count) fetch<T>(q, grid, turn(n + kept), place(n));
+    __pipeline_commit();  // also of nothing: waiting counts them
+    const int64_t now = turn(n);
     if (q.data_t != nullptr) __syncthreads();  // the last tile's columns have left
-    cast_patch<T, kType>(q, patch, place, scale, transpose);
-    if (q.data_t == nullptr) return;
+    cast_patch<T, kType>(q, patch, place_of(q, grid, now), scale, transpose);
+    if (q.data_t == nullptr) continue;
     __syncthreads();
-    store_columns(q, at / grid.tiles_across * kTile, at % grid.tiles_across * kTile, transpose);
-  };
-  for (tile -= step; tile >= first_streamed; tile -= step) {
-    cast_tile(load<T, true>(q, grid, place_of(q, grid, tile)), tile);
-  }
-  for (; kept > 0; --kept, tile -= step) {
-    Patch<T> patch;
-    const uint4* keep = shared + (kept - 1) * (kTileBytes<T> / 16) + threadIdx.x;
-#pragma unroll
-    for (int r = 0; r < kPatchRows; ++r) {
-#pragma unroll
-      for (int i = 0; i < kLines<T>; ++i) patch.lines[r][i] = keep[(r * kLines<T> + i) * kThreads];
-    }
-    cast_tile(patch, tile);
+    store_columns(q, now / grid.tiles_across * kTile, now % grid.tiles_across * kTile, transpose);
   }
 }
 
@@ -304,7 +373,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 // What a kernel may use of a GPU. Asked once per GPU and kernel: the answers take microseconds.
 struct Limits {
   std::atomic<int> blocks{0};  // that run at the same time; 0: not asked yet
-  int kept = 0;
+  int places = 0;
   int shared_bytes = 0;
 };
 
@@ -319,9 +388,13 @@ cudaError_t find_limits(int device, Limits& limits) {
   cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
   constexpr int kStatic = kThreads / 32 * 4;  // block_max
-  const int budget = std::min(per_block, per_sm / kBlocksPerSm - reserved) - kStatic;
-  limits.kept = std::max(0, (budget - kTransposeBytes) / kTileBytes<T>);
-  limits.shared_bytes = limits.kept * kTileBytes<T> + kTransposeBytes;
+  // As many blocks per SM as have room for a tile; on GPUs with little shared memory that is one.
+  for (int per = kBlocksPerSm; per > 0 && limits.places == 0; --per) {
+    const int budget = std::min(per_block, per_sm / per - reserved) - kStatic - kTransposeBytes;
+    limits.places = std::clamp(budget / kTileBytes<T>, 0, kMaxPlaces);
+  }
+  if (limits.places == 0) return cudaErrorInvalidConfiguration;
+  limits.shared_bytes = limits.places * kTileBytes<T> + kTransposeBytes;
   const auto kernel = quantize_kernel<T, kType>;
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 limits.shared_bytes);
@@ -336,21 +409,23 @@ cudaError_t find_limits(int device, Limits& limits) {
 
 template <typename T, Fp8Type kType>
 cudaError_t launch(const QuantizeTensorwise& q, cudaStream_t stream) {
-  static Limits found[kMaxDevices];  // several threads may fill one: with the same numbers
+  static Limits found[kMaxDevices];
+  static std::mutex mutex;
   int device = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status != cudaSuccess) return status;
   if (device >= kMaxDevices) return cudaErrorInvalidDevice;
   Limits& limits = found[device];
   if (limits.blocks.load(std::memory_order_acquire) == 0) {
-    status = find_limits<T, kType>(device, limits);
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (limits.blocks.load() == 0) status = find_limits<T, kType>(device, limits);
     if (status != cudaSuccess) return status;
   }
 
   Grid grid{};
   grid.tiles_across = (q.cols + kTile - 1) / kTile;
   grid.tiles = (q.rows + kTile - 1) / kTile * grid.tiles_across;
-  grid.kept = limits.kept;
+  grid.places = limits.places;
   grid.aligned = reinterpret_cast<uintptr_t>(q.x) % 16 == 0 && q.cols * sizeof(T) % 16 == 0;
   // One block even of an empty matrix: it writes scale_inv.
   const int64_t blocks = std::clamp<int64_t>(grid.tiles, 1, limits.blocks.load());
