@@ -23,17 +23,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bench_blocks
 import bench_core
 import bench_linear
 import bench_model
 import bench_modes
 import torch
-from bench_core import Bench, Shape
+from bench_core import Bench, Result, Shape
 from bench_peers import INFERENCE, TRAINING, versions
 from bench_plot import plot
 from bench_report import mode_report
 from bench_targets import judge
-from bench_timing import Timer
+from bench_timing import Timer, reason
 from provenance import provenance
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -41,14 +42,14 @@ MODES = {
     "layer": bench_modes.layer,
     "quantize": bench_modes.quantize,
     "host": bench_modes.host,
-    "model": bench_model.model,
     "decode": bench_modes.decode,
+    "model": bench_model.model,  # last: it takes longest
 }
 ROUNDS = 7
 
 
 def contender_names() -> list[str]:
-    line_ups = (TRAINING, INFERENCE, bench_model.VARIANTS)
+    line_ups = (TRAINING, INFERENCE, bench_blocks.VARIANTS)
     return list(dict.fromkeys(one.name for line_up in line_ups for one in line_up))
 
 
@@ -77,7 +78,8 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add = parser.add_argument
     gpu = torch.cuda.is_available()
-    add("modes", nargs="+", choices=(*MODES, "all"), metavar="MODE", help=", ".join(MODES) + ", all")
+    modes = (*MODES, "all")
+    add("modes", nargs="+", choices=modes, metavar="MODE", help=", ".join(modes))
     add("--json", type=Path, metavar="FILE", help="keep everything here, too")
     add("--plot", type=Path, metavar="FILE", help="draw the result of `layer` here")
     add("--rounds", type=positive, default=ROUNDS, metavar="N", help=f"default {ROUNDS}")
@@ -153,22 +155,30 @@ def rounded(value: Any) -> Any:
     return value
 
 
+def run_mode(mode: str, bench: Bench) -> Result:
+    """Run one mode. What even it cannot handle becomes its result, and the next mode runs."""
+    begin = time.perf_counter()
+    try:
+        with tqdm(total=0, desc=mode, unit="round", dynamic_ncols=True) as bench.bar:
+            result = MODES[mode](bench)
+    except Exception as error:
+        result = {"rows": [], "missing": {}, "failure": reason(error)}
+    result["seconds"] = time.perf_counter() - begin
+    # On a CPU the numbers say nothing about the targets.
+    result["targets"] = judge(mode, result) if bench.device.type == "cuda" else []
+    return result
+
+
 def measure(args: argparse.Namespace) -> None:
     """Run the modes one by one; show and keep each as soon as it is done."""
-    device = torch.device(args.device)
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     names = set(args.contenders) if args.contenders else None
     bench = Bench(device, args.rounds, Timer(device), args.shapes, names)
     report = start(args, bench)
     gpu = report["device"]
     print(f"{gpu}, torch {report['torch']}, {report['versions']}, {args.rounds} rounds")
     for mode in MODES if "all" in args.modes else dict.fromkeys(args.modes):
-        begin = time.perf_counter()
-        with tqdm(total=0, desc=mode, unit="round", dynamic_ncols=True) as bench.bar:
-            result = MODES[mode](bench)
-        result["seconds"] = time.perf_counter() - begin
-        # Targets are for real numbers alone.
-        result["targets"] = judge(mode, result) if device.type == "cuda" else []
-        report["modes"][mode] = result
+        result = report["modes"][mode] = run_mode(mode, bench)
         print(f"\n{mode_report(mode, result)}", flush=True)
         if args.json:
             args.json.write_text(json.dumps(rounded(report), indent=1, allow_nan=False) + "\n")

@@ -64,10 +64,17 @@ def linear_mode(
     rows: list[Row] = []
     parts: list[Row] = []
     for shape in wanted:
-        bench.free()
-        case = Case(shape, bench.device, backward=any(phase.backward for phase in phases))
-        extra = part_entries(bench, case) if with_parts else []
-        new = measure_case(bench, contenders, case, phases, {BOTH: extra})
+        try:
+            bench.free()
+            case = Case(shape, bench.device, backward=any(phase.backward for phase in phases))
+            extra = part_entries(bench, case) if with_parts else []
+            new = measure_case(bench, contenders, case, phases, {BOTH: extra})
+        except Exception as error:  # no contender's fault: such as too little memory for the shape
+            rows += [
+                make_row(str(shape), phase.name, "every contender", {}, (), failure=reason(error))
+                for phase in phases
+            ]
+            continue
         if with_parts:
             parts.append(part_row(new, extra))
         rows += new
@@ -128,7 +135,8 @@ def part_calls(case: Case) -> list[Callable[[], Any]]:
         gemm(dy.data_t, x.data_t, dy.scale_inv, x.scale_inv, n, k,
              fast_accum=chosen.fast_accum_grad_weight)  # fmt: skip
 
-    inputs, operands = itertools.cycle(case.sets), itertools.cycle([quantise(*s) for s in case.sets])
+    inputs = itertools.cycle(case.sets)
+    operands = itertools.cycle([quantise(*one) for one in case.sets])
     return [lambda: gemms(*next(operands)), lambda: quantise(*next(inputs))]
 
 
@@ -196,7 +204,7 @@ def quantize_case(
         failure = quantise.failure or copy.failure
     except Exception as error:  # whatever the operator throws
         failure = reason(error)
-    bounds = {"data": 0.06, "data_t": 0.0, "amax": 0.0}
+    bounds = {"data": 0.06, "data_t": 0.0}
     row = make_row(name, "both layouts", "fp8lt", errors, quantise.rounds_us,
                    failure=failure, wrong=wrong(errors, bounds))  # fmt: skip
     if row["status"] == "ok":
@@ -212,9 +220,8 @@ def check_quantise(sets: Sequence[Tensor]) -> tuple[dict[str, float], Callable[[
     q = ops.quantize_tensorwise(x, e4m3)
     data = q.data.float()
     errors = {
-        "data": relative_error(x, data[:rows, :cols] * q.scale_inv),
+        "data": relative_error(x, data[:rows, :cols] * q.scale_inv.flatten()[0]),
         "data_t": relative_error(data, q.data_t.float().t()),
-        "amax": relative_error(x.abs().amax(), q.amax),
     }
     inputs = itertools.cycle(sets)
     return errors, lambda: ops.quantize_tensorwise(next(inputs), e4m3)

@@ -6,16 +6,20 @@ from typing import Any
 from bench_core import Result, Row
 from bench_report import unique
 
-PARTS = {"gemms": "GEMMs", "quantise": "quantise", "host_gap": "host gap"}
+PARTS = {
+    "gemms": ("GEMMs", "#35978f"),
+    "quantise": ("quantise", "#a6dcd4"),
+    "host_gap": ("host gap", "#dfc27d"),
+}
+# A family has one hue; its compiled form is the lighter one.
+COLOURS = {
+    "fp8lt": "#d62728", "fp8lt-reused": "#ff9896",
+    "scaled_mm": "#1f77b4", "scaled_mm-compiled": "#aec7e8",
+    "torchao-tensorwise": "#e08214", "torchao-tensorwise-compiled": "#fdc57f",
+    "torchao-rowwise": "#2ca02c", "torchao-rowwise-compiled": "#98df8a",
+    "te-delayed": "#542788", "te-current": "#8073ac", "te-block": "#c5b0d5",
+}  # fmt: skip
 GROUP = 0.85  # of the distance between two shapes, filled with bars
-
-
-def colour(index: int, name: str) -> Any:
-    """Give fp8lt strong colours, and each peer one of its own in a quieter map."""
-    from matplotlib import colormaps
-
-    strong = {"fp8lt": "#d62728", "fp8lt-reused": "#ff9896"}
-    return strong.get(name) or colormaps["tab20c"](index % 20)
 
 
 def speedups(axis: Any, rows: list[Row]) -> None:
@@ -28,32 +32,32 @@ def speedups(axis: Any, rows: list[Row]) -> None:
         mine = {row["case"]: row["ratio"] for row in rows if row["contender"] == name}
         left = [i - GROUP / 2 + (index + 0.5) * width for i in range(len(cases))]
         heights = [mine.get(case) or 0 for case in cases]
-        bars = axis.bar(left, heights, width, label=name, color=colour(index, name))
+        bars = axis.bar(left, heights, width, label=name, color=COLOURS.get(name, "0.6"))
         labels = [f"{height:.2f}" if height else "" for height in heights]
-        axis.bar_label(bars, labels, fontsize=7, rotation=90, padding=2)
-    axis.axhline(1, color="0.2", linewidth=1, linestyle="--", label="bf16")
-    axis.set_xticks(range(len(cases)), cases)
+        # On white, so that the line at 1 does not strike a number through.
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.2}
+        axis.bar_label(bars, labels, fontsize=7, rotation=90, padding=2, bbox=box)
+    axis.axhline(1, color="0.2", linewidth=1, linestyle="--", label="bf16", zorder=0)
     axis.margins(x=0.02, y=0.12)
     axis.set_ylabel("speed-up over bf16")
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
 
 
-def shares(axis: Any, parts: list[Row]) -> None:
+def shares(axis: Any, parts: list[Row], cases: list[str]) -> None:
     """Draw one stacked bar a shape: the parts of fp8lt's layer, as shares of their sum."""
     parts = [part for part in parts if part["status"] == "ok"]
     totals = [sum(part[f"{key}_us"] for key in PARTS) for part in parts]
+    places = [cases.index(part["case"]) for part in parts]
     bottom = [0.0] * len(parts)
-    for index, (key, label) in enumerate(PARTS.items()):
+    for key, (label, color) in PARTS.items():
         values = [100 * part[f"{key}_us"] / t for part, t in zip(parts, totals, strict=True)]
-        places = range(len(parts))
-        bars = axis.bar(places, values, 0.5, bottom=bottom, label=label, color=f"C{index}")
+        bars = axis.bar(places, values, 0.5, bottom=bottom, label=label, color=color)
         texts = [
             f"{value:.0f} %, {part[f'{key}_us']:,.0f} us" if value > 6 else ""
             for value, part in zip(values, parts, strict=True)
         ]
         axis.bar_label(bars, texts, label_type="center", fontsize=8)
         bottom = [a + b for a, b in zip(bottom, values, strict=True)]
-    axis.set_xticks(range(len(parts)), [part["case"] for part in parts])
     axis.set_ylim(0, 100)
     axis.set_xlabel("tokens x in x out")
     axis.set_ylabel("% of fp8lt's fwd+bwd")
@@ -68,10 +72,12 @@ def plot(layer: Result, device: str, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(13, 8), height_ratios=[3, 2], layout="constrained"
+        2, 1, figsize=(13, 8), sharex=True, height_ratios=[3, 2], layout="constrained"
     )
     top.set_title(f"One linear layer, forward + backward, on {device}")
     speedups(top, layer["rows"])
-    shares(bottom, layer.get("parts", []))
+    cases = unique(row["case"] for row in layer["rows"])
+    shares(bottom, layer.get("parts", []), cases)
+    bottom.set_xticks(range(len(cases)), cases)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -34,7 +34,8 @@ def cell(row: Row | None, star: bool) -> str:
     if row["us"] is None:
         return row["status"].upper()
     ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}x"
-    return f"{row['us']:,.0f} {ratio:>6}{'*' if star else ' '}"
+    us = f"{row['us']:.1f}" if row["us"] < 100 else f"{row['us']:,.0f}"
+    return f"{us} {ratio:>6}{'*' if star else ' '}"
 
 
 def unique(values: Any) -> list[Any]:
@@ -51,12 +52,21 @@ def phase_table(mode: str, rows: list[Row], phase: str) -> list[str]:
         for case in cases
     ]  # fmt: skip
     errors = unique(name for row in rows for name in row["errors"])
-    table = [(phase, *cases, *(f"err {name}" for name in errors))]
+    memory = any("peak_bytes" in row for row in rows)
+    table = [(phase, *cases, *["peak GiB"] * memory, *(f"err {name}" for name in errors))]
     for name in unique(row["contender"] for row in rows):
         mine = [at.get((name, case)) for case in cases]
-        shown = [cell(row, row is not None and row is star) for row, star in zip(mine, stars, strict=True)]
-        table.append((name, *shown, *(largest_error(mine, error) for error in errors)))
+        shown = [
+            cell(row, row is not None and row is star)
+            for row, star in zip(mine, stars, strict=True)
+        ]  # fmt: skip
+        peak = [gib(mine[0]["peak_bytes"] if mine[0] else None)] if memory else []
+        table.append((name, *shown, *peak, *(largest_error(mine, error) for error in errors)))
     return aligned(table)
+
+
+def gib(size: int | None) -> str:
+    return "-" if size is None else f"{size / 2**30:.2f}"
 
 
 def largest_error(rows: Sequence[Row | None], name: str) -> str:
@@ -99,15 +109,6 @@ def parts_table(parts: list[Row]) -> list[str]:
     return aligned(table)
 
 
-def memory_table(rows: list[Row]) -> list[str]:
-    table: list[Sequence[str]] = [("model", "case", "peak GiB")]
-    for row in rows:
-        peak = row["peak_bytes"]
-        gib = "-" if peak is None else f"{peak / 2**30:.2f}"
-        table.append((row["contender"], row["case"], gib))
-    return aligned(table, left=2)
-
-
 def target_table(verdicts: list[dict[str, Any]]) -> list[str]:
     head = ("target", "measured", "wanted", "verdict", "best peer", "best dynamic peer")
     table: list[Sequence[str]] = [head]
@@ -143,16 +144,19 @@ def mode_report(mode: str, result: Result) -> str:
     blocks = []
     if mode == "quantize":
         blocks.append(quantize_table(rows))
+    elif mode == "model":  # each case has contenders of its own
+        for case in unique(row["case"] for row in rows):
+            blocks.append(phase_table(mode, [r for r in rows if r["case"] == case], "fwd+bwd"))
     else:
         blocks += [phase_table(mode, rows, phase) for phase in unique(r["phase"] for r in rows)]
     if "parts" in result:
         blocks.append(parts_table(result["parts"]))
-    if mode == "model":
-        blocks.append(memory_table(rows))
     if result["targets"]:
         blocks.append(target_table(result["targets"]))
     if lines := notes(result):
         blocks.append(lines)
+    if "failure" in result:
+        blocks.append([f"FAILED: {result['failure']}"])
     title = TITLES.get(mode, "into both layouts, device time")
     star = "; * best peer" if any(is_peer(row) for row in rows) else ""
     head = f"== {mode}: {title}{star} ({result['seconds']:.0f} s)"

@@ -11,7 +11,7 @@ from bench_core import Result, Row
 DYNAMIC_EXCEPT = ("te-delayed",)  # every other peer takes its scales from the tensor at hand
 OURS = ("fp8lt", "bf16")  # how the names begin that are no peers
 
-# (case, phase, contender) -> (bound, whether more is better)
+# (case, phase, contender) -> ratio: at least; in `host` at most
 TARGETS: dict[str, dict[tuple[str, str, str], float]] = {
     "layer": {
         ("8192x4096x4096", "fwd+bwd", "fp8lt"): 1.55,

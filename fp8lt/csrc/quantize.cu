@@ -102,19 +102,23 @@ struct Patch {
 };
 
 struct Place {
-  int64_t row, col;  // of the patch's first element
-  bool interior;     // the tile has no padding
+  int64_t row0, col0;  // of the tile's first element
+  int64_t row, col;    // of this thread's patch
+  bool interior;       // the tile has no padding
 };
 
+// Tiles are counted in 32 bits: a division in 64 costs a thread more than its patch does.
 struct Grid {
-  int64_t tiles_across, tiles;
+  uint32_t tiles_across, tiles;
   int places;    // for tiles in a block's shared memory; 1 ... kMaxPlaces
   bool aligned;  // every row of x begins on a 16-byte boundary
 };
 
-__device__ Place place_of(const QuantizeTensorwise& q, const Grid& grid, int64_t tile) {
-  const int64_t row0 = tile / grid.tiles_across * kTile, col0 = tile % grid.tiles_across * kTile;
-  return {row0 + threadIdx.x / kPatchesAcross * kPatchRows,
+__device__ Place place_of(const QuantizeTensorwise& q, const Grid& grid, uint32_t tile) {
+  const uint32_t down = tile / grid.tiles_across, across = tile - down * grid.tiles_across;
+  const int64_t row0 = static_cast<int64_t>(down) * kTile;
+  const int64_t col0 = static_cast<int64_t>(across) * kTile;
+  return {row0, col0, row0 + threadIdx.x / kPatchesAcross * kPatchRows,
           col0 + threadIdx.x % kPatchesAcross * kPatchCols,
           row0 + kTile <= q.rows && col0 + kTile <= q.cols};
 }
@@ -140,7 +144,7 @@ __device__ void load_ragged(const QuantizeTensorwise& q, int64_t row, int64_t co
 }
 
 template <typename T>
-__device__ Patch<T> load(const QuantizeTensorwise& q, const Grid& grid, int64_t tile) {
+__device__ Patch<T> load(const QuantizeTensorwise& q, const Grid& grid, uint32_t tile) {
   const Place at = place_of(q, grid, tile);
   Patch<T> patch;
 #pragma unroll
@@ -167,7 +171,7 @@ __device__ uint4* line_in(uint4* place, int r, int i) {
 
 // Begin to copy this thread's patch of `tile` into `place`; one commit per call.
 template <typename T>
-__device__ void fetch(const QuantizeTensorwise& q, const Grid& grid, int64_t tile, uint4* place) {
+__device__ void fetch(const QuantizeTensorwise& q, const Grid& grid, uint32_t tile, uint4* place) {
   const Place at = place_of(q, grid, tile);
 #pragma unroll
   for (int r = 0; r < kPatchRows; ++r) {
@@ -323,18 +327,17 @@ template <typename T, Fp8Type kType>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     quantize_kernel(const QuantizeTensorwise q, const Grid grid) {
   extern __shared__ uint4 shared[];  // the places, then the FP8 tile on its way to data_t
-  const auto place = [&](int64_t i) { return shared + i % grid.places * (kTileBytes<T> / 16); };
-  uint32_t* transpose = reinterpret_cast<uint32_t*>(shared + grid.places * (kTileBytes<T> / 16));
+  const auto place = [&](int i) { return shared + i * (kTileBytes<T> / 16); };
+  uint32_t* transpose = reinterpret_cast<uint32_t*>(place(grid.places));
   // This block's tiles, counted 0 ... count - 1; the first few are kept.
-  const int64_t step = gridDim.x;
-  const int64_t count = (grid.tiles - blockIdx.x + step - 1) / step;
-  const int kept = static_cast<int>(min(count, static_cast<int64_t>(grid.places)));
-  const auto tile = [&](int64_t i) { return blockIdx.x + i * step; };
+  const int count = static_cast<int>((grid.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x);
+  const int kept = min(count, grid.places);
+  const auto tile = [&](int i) { return blockIdx.x + i * gridDim.x; };
 
   for (int i = 0; i < kept; ++i) fetch<T>(q, grid, tile(i), place(i));
   __pipeline_commit();
   uint32_t largest = 0;
-  int64_t i = kept;
+  int i = kept;
   if constexpr (sizeof(T) == 2) {
     for (; i + 1 < count; i += 2) {  // two at a time, which registers allow: more loads on the way
       const Patch<T> patches[2] = {load<T>(q, grid, tile(i)), load<T>(q, grid, tile(i + 1))};
@@ -347,24 +350,25 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
   const float scale = scale_of<kType>(grid_max(Bits<T>::widest(largest), q.scratch));
   const float scale_inv = __frcp_rn(scale);
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t s = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; s < q.scale_count;
-       s += step * kThreads) {
+       s += threads) {
     q.scale_inv[s] = scale_inv;
   }
 
   // The kept tiles in order, then the others from the last to the first.
-  const auto turn = [&](int64_t n) { return tile(n < kept ? n : count - 1 - (n - kept)); };
-  for (int64_t n = 0; n < count; ++n) {
+  const auto turn = [&](int n) { return tile(n < kept ? n : count - 1 - (n - kept)); };
+  for (int n = 0, slot = 0; n < count; ++n, slot = slot + 1 == kept ? 0 : slot + 1) {
     wait_for_fetches(kept - 1);
-    const Patch<T> patch = read<T>(place(n));
-    if (n + kept < count) fetch<T>(q, grid, turn(n + kept), place(n));
+    const Patch<T> patch = read<T>(place(slot));
+    if (n + kept < count) fetch<T>(q, grid, turn(n + kept), place(slot));
     __pipeline_commit();  // also of nothing: waiting counts them
-    const int64_t now = turn(n);
+    const Place at = place_of(q, grid, turn(n));
     if (q.data_t != nullptr) __syncthreads();  // the last tile's columns have left
-    cast_patch<T, kType>(q, patch, place_of(q, grid, now), scale, transpose);
+    cast_patch<T, kType>(q, patch, at, scale, transpose);
     if (q.data_t == nullptr) continue;
     __syncthreads();
-    store_columns(q, now / grid.tiles_across * kTile, now % grid.tiles_across * kTile, transpose);
+    store_columns(q, at.row0, at.col0, transpose);
   }
 }
 
@@ -423,12 +427,15 @@ cudaError_t launch(const QuantizeTensorwise& q, cudaStream_t stream) {
   }
 
   Grid grid{};
-  grid.tiles_across = (q.cols + kTile - 1) / kTile;
-  grid.tiles = (q.rows + kTile - 1) / kTile * grid.tiles_across;
+  const int64_t across = (q.cols + kTile - 1) / kTile;
+  const int64_t tiles = (q.rows + kTile - 1) / kTile * across;
+  if (tiles > INT32_MAX) return cudaErrorInvalidValue;  // 3.5e13 elements
+  grid.tiles_across = static_cast<uint32_t>(across);
+  grid.tiles = static_cast<uint32_t>(tiles);
   grid.places = limits.places;
   grid.aligned = reinterpret_cast<uintptr_t>(q.x) % 16 == 0 && q.cols * sizeof(T) % 16 == 0;
   // One block even of an empty matrix: it writes scale_inv.
-  const int64_t blocks = std::clamp<int64_t>(grid.tiles, 1, limits.blocks.load());
+  const int64_t blocks = std::clamp<int64_t>(tiles, 1, limits.blocks.load());
   QuantizeTensorwise argument = q;
   void* arguments[] = {&argument, &grid};
   return cudaLaunchCooperativeKernel(quantize_kernel<T, kType>, dim3(static_cast<unsigned>(blocks)),
