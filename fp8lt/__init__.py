@@ -11,8 +11,8 @@ numbers.
 """
 
 from . import build
-from .linear import linear
-from .module import Linear, convert_to_float8_training, disable_fp8, revert
+from .linear import linear, quantize_weight
+from .module import Linear, convert_to_float8_training, disable_fp8, reuse_weights, revert
 from .recipe import (
     DynamicScaling,
     Float8GemmConfig,
@@ -31,6 +31,8 @@ __all__ = [
     "convert_to_float8_training",
     "disable_fp8",
     "linear",
+    "quantize_weight",
+    "reuse_weights",
     "revert",
 ]
 

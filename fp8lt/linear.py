@@ -30,6 +30,7 @@ def linear(
     *,
     recipe: str | Recipe = "tensorwise",
     out_dtype: torch.dtype | None = None,
+    w_quantized: ops.Quantized | None = None,
 ) -> Tensor:
     """Return `y = x @ w.T + bias` with FP8 operands; differentiable once.
 
@@ -39,6 +40,8 @@ def linear(
         bias: [N] bf16, f16 or f32, or None. With a 16-bit result it is rounded to that dtype.
         recipe: a name ("tensorwise") or a recipe object.
         out_dtype: dtype of y; by default x's, or autocast's inside `torch.autocast`.
+        w_quantized: `quantize_weight(w)` of this very `w`, to save quantising it again; gradients
+            still go to `w`. Nothing checks that it is up to date: see `reuse_weights`.
 
     Returns:
         y: [..., N]. Gradients have the dtype of what they belong to: an f32 `w` gets an f32 `dw`,
@@ -58,6 +61,8 @@ def linear(
     """
     recipe = resolve(recipe)
     _check(x, w, bias, out_dtype)
+    if w_quantized is not None:
+        _check_quantized(w_quantized, x, w)
     _refuse_forward_mode(x, w, bias)
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # autocast raises for meta
@@ -65,8 +70,8 @@ def linear(
     emulated = ops.backend(x.device, recipe.emulate)
     out_dtype = out_dtype or x.dtype
     if x.is_cuda and not emulated and not torch.compiler.is_compiling():
-        return ops.linear(x, w, bias, recipe, out_dtype)
-    args = (x, w, bias, recipe, out_dtype, emulated)
+        return ops.linear(x, w, bias, w_quantized, recipe, out_dtype)
+    args = (x, w, bias, w_quantized, recipe, out_dtype, emulated)
     wanted = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, w, bias)
     )
@@ -74,10 +79,27 @@ def linear(
     return y
 
 
+def quantize_weight(
+    w: Tensor, *, recipe: str | Recipe = "tensorwise", transposed: bool = True
+) -> ops.Quantized:
+    """Quantise `w` [N, K] for several calls of `linear`.
+
+    `transposed=False` saves a byte per element where no gradient of `x` is wanted.
+    """
+    recipe = resolve(recipe)
+    emulated = ops.backend(w.device, recipe.emulate)
+    with torch.no_grad():
+        return ops.quantize_tensorwise(
+            w, recipe.forward_dtype(device.formats(w.device)),
+            transposed=transposed, emulated=emulated,
+        )  # fmt: skip
+
+
 def _forward(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
+    w_quantized: ops.Quantized | None,
     recipe: Recipe,
     out_dtype: torch.dtype,
     emulated: bool,
@@ -90,7 +112,7 @@ def _forward(
     *lead, k = x.shape
     x = x.reshape(math.prod(lead), k)
     xq = ops.quantize_tensorwise(x, fp8, transposed=need_w, emulated=emulated)
-    wq = ops.quantize_tensorwise(w, fp8, transposed=need_x, emulated=emulated)
+    wq = w_quantized or ops.quantize_tensorwise(w, fp8, transposed=need_x, emulated=emulated)
     y = ops.gemm_nt(
         xq.data, wq.data, xq.scale_inv, wq.scale_inv, x.shape[0], w.shape[0],
         bias=bias, out_dtype=out_dtype, fast_accum=recipe.fast_accum_output, emulated=emulated,
@@ -144,12 +166,15 @@ class _Linear(torch.autograd.Function):
         x: Tensor,  # [..., K]; reshaped in here, where that costs no autograd nodes
         w: Tensor,  # [N, K]
         bias: Tensor | None,
+        w_quantized: ops.Quantized | None,
         recipe: Recipe,
         out_dtype: torch.dtype,
         emulated: bool,
     ) -> Tensor:
         need_x, need_w, _, *_ = ctx.needs_input_grad
-        y, xq, wq = _forward(x, w, bias, recipe, out_dtype, emulated, need_x=need_x, need_w=need_w)
+        y, xq, wq = _forward(
+            x, w, bias, w_quantized, recipe, out_dtype, emulated, need_x=need_x, need_w=need_w
+        )
         ctx.save_for_backward(
             *((xq.data_t, xq.scale_inv) if need_w else (None, None)),
             *((wq.data_t, wq.scale_inv) if need_x else (None, None)),
@@ -185,7 +210,7 @@ class _Linear(torch.autograd.Function):
             )  # fmt: skip
         if need_bias:
             db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:
@@ -228,4 +253,21 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype | N
     if out_dtype is not None and out_dtype not in ops.REAL_DTYPES:
         raise RuntimeError(
             f"fp8lt.linear: want out_dtype bfloat16, float16 or float32, got {out_dtype}"
+        )
+
+
+def _check_quantized(w_quantized: ops.Quantized, x: Tensor, w: Tensor) -> None:
+    if not isinstance(w_quantized, ops.Quantized):
+        raise TypeError(
+            "fp8lt.linear: want w_quantized from fp8lt.quantize_weight, "
+            f"got {type(w_quantized).__name__}"
+        )
+    n, k = map(ops.padded, w.shape)
+    data, data_t = w_quantized.data, w_quantized.data_t
+    needs_t = torch.is_grad_enabled() and x.requires_grad
+    if data.shape != (n, k) or (needs_t and data_t.shape != (k, n)) or data.device != w.device:
+        raise RuntimeError(
+            f"fp8lt.linear: want w_quantized of w {list(w.shape)} on {w.device}"
+            f"{', with its transposed copy' if needs_t else ''}, "
+            f"got {list(data.shape)} and {list(data_t.shape)} on {data.device}"
         )

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .linear import linear
+from .linear import linear, quantize_weight
+from .ops import Quantized
 from .recipe import Float8LinearConfig, Recipe, resolve
+
+_CONTEXT_STATE = ("_fp8_disabled", "_weight_cache")
 
 
 class Linear(nn.Linear):
@@ -32,6 +35,7 @@ class Linear(nn.Linear):
     recipe: Recipe
     _plain_class: type[nn.Linear] = nn.Linear  # what `revert` turns this module into
     _fp8_disabled = False  # set on the instance, by `disable_fp8` alone
+    _weight_cache: "_WeightCache | None" = None  # likewise by `reuse_weights`
 
     def __init__(
         self,
@@ -49,7 +53,9 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if self._fp8_disabled:
             return self._plain_forward(input)
-        return linear(input, self.weight, self.bias, recipe=self.recipe)
+        cache = None if torch.compiler.is_compiling() else self._weight_cache
+        w_quantized = None if cache is None else cache.get(self.weight, self.recipe, input)
+        return linear(input, self.weight, self.bias, recipe=self.recipe, w_quantized=w_quantized)
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         if self._plain_class is nn.Linear:
@@ -62,8 +68,8 @@ class Linear(nn.Linear):
             self.__class__ = converted
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy made inside `disable_fp8` is an FP8 layer: nothing would ever enable it again.
-        return {name: value for name, value in vars(self).items() if name != "_fp8_disabled"}
+        # A copy outlives the contexts that it was made in: nothing would ever end them for it.
+        return {name: value for name, value in vars(self).items() if name not in _CONTEXT_STATE}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
@@ -134,7 +140,7 @@ def revert(module: nn.Module) -> nn.Module:
             )
     for layer in layers.values():
         plain = layer._plain_class
-        for attribute in ("recipe", "_plain_class", "_fp8_disabled"):
+        for attribute in ("recipe", "_plain_class", *_CONTEXT_STATE):
             vars(layer).pop(attribute, None)
         layer.__class__ = plain  # type: ignore[assignment] # that is how it is undone
     return module
@@ -162,6 +168,52 @@ def disable_fp8(module: nn.Module) -> Iterator[nn.Module]:
     finally:
         for layer in layers:
             vars(layer).pop("_fp8_disabled", None)
+
+
+@contextlib.contextmanager
+def reuse_weights(module: nn.Module) -> Iterator[nn.Module]:
+    """Quantise every weight of `module` once inside the `with`, instead of at every call.
+
+    For the micro-batches of one optimizer step, and for inference. It keeps one or two bytes per
+    weight until the `with` is left. A weight that is replaced, or changed in place so that autograd
+    counts it (an optimizer step, `load_state_dict`, `copy_` under `no_grad`), is quantised anew.
+    Not seen is a change in place through `weight.data`, or of memory that is reused behind a
+    parameter (FSDP): leave the `with` for that. Under `torch.compile` nothing is reused.
+
+    Example:
+        >>> model = fp8lt.convert_to_float8_training(nn.Sequential(nn.Linear(8, 8)))
+        >>> with fp8lt.reuse_weights(model):
+        ...     for _ in range(4):
+        ...         model(torch.randn(3, 8)).sum().backward()
+    """
+    layers = [m for m in module.modules() if isinstance(m, Linear) and m._weight_cache is None]
+    for layer in layers:
+        layer._weight_cache = _WeightCache()
+    try:
+        yield module
+    finally:
+        for layer in layers:
+            vars(layer).pop("_weight_cache", None)
+
+
+class _WeightCache:
+    """A weight in FP8, as long as it is the same weight."""
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] | None = None
+        self._quantized: Quantized | None = None
+
+    def get(self, weight: Tensor, recipe: Recipe, input: Tensor) -> Quantized | None:
+        """Return `weight` quantised, or None where a change of it could not be seen."""
+        if weight.is_inference() or weight.is_meta:
+            return None
+        key = (weight.data_ptr(), weight._version, weight.dtype, weight.shape, weight.device)
+        transposed = torch.is_grad_enabled() and input.requires_grad
+        held = self._quantized
+        if held is None or key != self._key or (transposed and not held.data_t.numel()):
+            held = quantize_weight(weight, recipe=recipe, transposed=transposed)
+            self._key, self._quantized = key, held
+        return held
 
 
 def _recipe(config: Float8LinearConfig | Recipe | str | None) -> Recipe:

@@ -42,9 +42,9 @@ _library.define(
 )
 # The whole layer with its gradients, for native eager CUDA alone: `linear.py` is its definition.
 _library.define(
-    "linear(Tensor x, Tensor w, Tensor? bias, ScalarType forward_fp8, ScalarType backward_fp8,"
-    " ScalarType out_dtype, bool fast_output, bool fast_grad_input, bool fast_grad_weight)"
-    " -> Tensor"
+    "linear(Tensor x, Tensor w, Tensor? bias, Tensor? w_data, Tensor? w_data_t,"
+    " Tensor? w_scale_inv, ScalarType forward_fp8, ScalarType backward_fp8, ScalarType out_dtype,"
+    " bool fast_output, bool fast_grad_input, bool fast_grad_weight) -> Tensor"
 )
 _library.define("cublaslt_versions() -> (int compiled, int loaded)")
 
@@ -141,12 +141,18 @@ def backend(where: torch.device, emulated: bool = False) -> bool:
 
 
 def linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    w_quantized: Quantized | None,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """Run `linear.py`'s autograd function in the extension: the same, with less host time."""
     formats = device.formats(x.device)
     y: Tensor = torch.ops.fp8lt.linear.default(
-        x, w, bias, recipe.forward_dtype(formats), recipe.backward_dtype(formats), out_dtype,
+        x, w, bias, *(w_quantized or (None, None, None)),
+        recipe.forward_dtype(formats), recipe.backward_dtype(formats), out_dtype,
         recipe.fast_accum_output, recipe.fast_accum_grad_input, recipe.fast_accum_grad_weight,
     )  # fmt: skip
     return y

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 M_SIZES = (0, 1, 3, 17, 4099)
 NK_SIZES = (1, 8, 15, 100, 1027, 4096)
@@ -56,3 +57,17 @@ def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     shifted = x.new_empty(rows * cols + 1)
     shifted[1:] = x.reshape(-1)
     yield "misaligned by one element", shifted[1:].view(rows, cols)
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the calls of fp8lt's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"gemm_nt": 0, "quantize_tensorwise": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        if name in self.counts:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))

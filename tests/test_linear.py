@@ -12,6 +12,7 @@ from cases import (
     T_BACKWARD,
     T_FORWARD,
     T_SAME,
+    CountOps,
     dequantised,
     error,
     layouts,
@@ -20,7 +21,6 @@ from cases import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8lt
@@ -257,20 +257,6 @@ def test_any_shape_and_stride_is_right(on: torch.device, data: st.DataObject) ->
 
 
 # ------------------------------------------------------------------------------ autograd contract
-
-
-class CountOps(TorchDispatchMode):
-    """Counts the calls of fp8lt's operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = {"gemm_nt": 0, "quantize_tensorwise": 0}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__.split(".")[0]
-        if name in self.counts:
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("need_x", [True, False])

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from cases import T_FORWARD, T_SAME, error, randn
+from cases import T_FORWARD, T_SAME, CountOps, error, randn
 from torch import nn
 
 import fp8lt
@@ -171,6 +171,84 @@ def test_a_copy_made_while_fp8_is_disabled_is_an_fp8_layer() -> None:
         assert type(fp8lt.revert(layer)) is nn.Linear
     assert type(layer) is nn.Linear
     assert set(vars(layer)) == set(vars(nn.Linear(16, 8)))
+
+
+def count_quantises(layer: nn.Module, x: torch.Tensor) -> int:
+    with CountOps() as count:
+        layer(x)
+    return count.counts["quantize_tensorwise"]
+
+
+def test_reused_weights_give_the_same_bits_and_gradients(on: torch.device) -> None:
+    model = fp8lt.convert_to_float8_training(mlp(on))
+    x = randn(9, 40, on=on, dtype=torch.float32).requires_grad_()
+    want = model(x)
+    want_gradients = torch.autograd.grad(want.sum(), (x, *model.parameters()))
+    with fp8lt.reuse_weights(model):
+        for _ in range(2):
+            got = model(x)
+            gradients = torch.autograd.grad(got.sum(), (x, *model.parameters()))
+            assert torch.equal(got, want)
+            assert all(map(torch.equal, gradients, want_gradients))
+        with torch.no_grad():
+            assert torch.equal(model(x), want)
+    assert count_quantises(model.up, x) == 2
+
+
+def test_reused_weights_are_quantised_once(on: torch.device) -> None:
+    layer = fp8lt.Linear(40, 24, device=on)
+    x = randn(9, 40, on=on, dtype=torch.float32)
+    with fp8lt.reuse_weights(layer):
+        assert [count_quantises(layer, x) for _ in range(3)] == [2, 1, 1]
+        assert count_quantises(layer, x.requires_grad_()) == 2  # now the transposed copy, too
+        with fp8lt.reuse_weights(layer):
+            assert count_quantises(layer, x) == 1
+        assert count_quantises(layer, x) == 1
+        other = copy.deepcopy(layer)
+        assert other._weight_cache is None
+    assert count_quantises(layer, x) == 2
+    assert "_weight_cache" not in vars(layer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: torch.optim.SGD(layer.parameters(), lr=1.0).step(),
+        lambda layer: layer.load_state_dict({k: 2 * v for k, v in layer.state_dict().items()}),
+        lambda layer: layer.load_state_dict(
+            {k: 2 * v for k, v in layer.state_dict().items()}, assign=True
+        ),
+        lambda layer: layer.weight.detach().mul_(2),
+        lambda layer: setattr(layer.weight, "data", layer.weight.data * 2),
+        lambda layer: setattr(layer, "weight", nn.Parameter(2 * layer.weight.detach())),
+        lambda layer: torch.nn.utils.vector_to_parameters(
+            2 * torch.nn.utils.parameters_to_vector(layer.parameters()), layer.parameters()
+        ),
+        lambda layer: layer.bfloat16(),
+    ],
+    ids=["step", "load", "assign", "in place", "data", "replace", "vector", "cast"],
+)
+def test_a_changed_weight_is_quantised_anew(on: torch.device, change: object) -> None:
+    layer = fp8lt.Linear(40, 24, device=on)
+    x = randn(9, 40, on=on, dtype=torch.float32)
+    with fp8lt.reuse_weights(layer):
+        layer(x).sum().backward()
+        with torch.no_grad():
+            change(layer)  # type: ignore[operator]
+        got = layer(x)
+    assert torch.equal(got, layer(x))
+
+
+def test_a_quantised_weight_that_does_not_fit_is_refused() -> None:
+    x, w = torch.randn(3, 40, requires_grad=True), torch.randn(24, 40)
+    wq = fp8lt.quantize_weight(w)
+    assert torch.equal(fp8lt.linear(x, w, w_quantized=wq), fp8lt.linear(x, w))
+    with pytest.raises(RuntimeError, match=r"want w_quantized of w \[8, 40\]"):
+        fp8lt.linear(x, w[:8], w_quantized=wq)
+    with pytest.raises(RuntimeError, match="with its transposed copy"):
+        fp8lt.linear(x, w, w_quantized=fp8lt.quantize_weight(w, transposed=False))
+    with pytest.raises(TypeError, match=r"from fp8lt\.quantize_weight, got Tensor"):
+        fp8lt.linear(x, w, w_quantized=w)  # type: ignore[arg-type]
 
 
 def test_the_argument_of_forward_keeps_its_name() -> None:

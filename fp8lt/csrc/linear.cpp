@@ -43,6 +43,7 @@ Tensor gemm_nt(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
 struct Options {
   ScalarType forward_fp8, backward_fp8, out_dtype;
   bool fast_output, fast_grad_input, fast_grad_weight;
+  std::optional<Quantized> w_quantized;  // w, by somebody who uses it more than once
 };
 
 struct Forward {
@@ -57,7 +58,7 @@ Forward forward(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b
   const int64_t m = c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
   Forward f;
   f.x = quantize(x.reshape({m, k}), o.forward_fp8, true, need_w);
-  f.w = quantize(w, o.forward_fp8, true, need_x);
+  f.w = o.w_quantized ? *o.w_quantized : quantize(w, o.forward_fp8, true, need_x);
   // As ops._place_bias: in the epilogue where it has a form for it, else after, in f32.
   const bool f32 = o.out_dtype == ScalarType::Float;
   const bool after = bias.has_value() && f32 && bias->scalar_type() != ScalarType::BFloat16;
@@ -151,11 +152,20 @@ struct Linear : torch::autograd::Function<Linear> {
   }
 };
 
+std::optional<Quantized> quantized(const std::optional<Tensor>& data,
+                                   const std::optional<Tensor>& data_t,
+                                   const std::optional<Tensor>& scale_inv) {
+  if (!data.has_value()) return std::nullopt;
+  return Quantized(*data, data_t.value(), scale_inv.value());
+}
+
 Tensor linear_autograd(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
-                       ScalarType forward_fp8, ScalarType backward_fp8, ScalarType out_dtype,
-                       bool fast_output, bool fast_grad_input, bool fast_grad_weight) {
-  const Options o{forward_fp8, backward_fp8,    out_dtype,
-                  fast_output, fast_grad_input, fast_grad_weight};
+                       const std::optional<Tensor>& w_data, const std::optional<Tensor>& w_data_t,
+                       const std::optional<Tensor>& w_scale_inv, ScalarType forward_fp8,
+                       ScalarType backward_fp8, ScalarType out_dtype, bool fast_output,
+                       bool fast_grad_input, bool fast_grad_weight) {
+  const Options o{forward_fp8,     backward_fp8,     out_dtype,  fast_output,
+                  fast_grad_input, fast_grad_weight, quantized(w_data, w_data_t, w_scale_inv)};
   const bool wanted = x.requires_grad() || w.requires_grad() ||
                       (bias.has_value() && bias->requires_grad());
   if (wanted && at::GradMode::is_enabled()) return Linear::apply(x, w, bias, o);
@@ -165,10 +175,12 @@ Tensor linear_autograd(const Tensor& x, const Tensor& w, const std::optional<Ten
 
 // Inference mode: the autograd keys are off.
 Tensor linear_cuda(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
-                   ScalarType forward_fp8, ScalarType backward_fp8, ScalarType out_dtype,
-                   bool fast_output, bool fast_grad_input, bool fast_grad_weight) {
-  const Options o{forward_fp8, backward_fp8,    out_dtype,
-                  fast_output, fast_grad_input, fast_grad_weight};
+                   const std::optional<Tensor>& w_data, const std::optional<Tensor>& w_data_t,
+                   const std::optional<Tensor>& w_scale_inv, ScalarType forward_fp8,
+                   ScalarType backward_fp8, ScalarType out_dtype, bool fast_output,
+                   bool fast_grad_input, bool fast_grad_weight) {
+  const Options o{forward_fp8,     backward_fp8,     out_dtype,  fast_output,
+                  fast_grad_input, fast_grad_weight, quantized(w_data, w_data_t, w_scale_inv)};
   return forward(x, w, bias, o, false, false).y;
 }
 
