@@ -363,8 +363,8 @@ def test_the_reported_ratio_is_no_ratio_of_medians() -> None:
 @pytest.mark.parametrize(
     ("how", "run"),
     [
-        ("layer", "flush sync start call end wait"),  # the host starts with the GPU idle
-        ("device", "heat heat flush start call end wait"),  # the host is far ahead
+        ("layer", "sync flush start call end wait"),  # the host is ahead by the flush
+        ("device", "sync heat heat flush start call end wait"),  # the host is far ahead
     ],
 )
 def test_on_a_gpu_heat_comes_first_and_every_run_finds_a_cold_cache(

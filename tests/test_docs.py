@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import os
 import re
 import sys
@@ -13,7 +14,8 @@ import torch
 import fp8lt
 from fp8lt import settings
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 MODULES = sorted(p.stem for p in Path(fp8lt.__file__).parent.glob("*.py"))
 
 
@@ -68,3 +70,14 @@ def test_the_defaults_are_those_of_the_readme(
     for name in [n for n in os.environ if n.startswith("FP8LT_")]:
         monkeypatch.delenv(name)
     assert settings.read() == ("auto", False, None, False)
+
+
+def test_the_training_figures_of_the_readme_are_those_recorded() -> None:
+    record = json.loads((ROOT / "tools" / "results" / "train_h200.json").read_text())
+    fp8, bf16 = record["runs"]
+    assert (fp8["recipe"], bf16["recipe"]) == ("tensorwise", "bf16")
+    assert f"{fp8['parameters'] / 1e6:.0f} M parameter" in README
+    assert f"at {fp8['tokens_per_s'] / 1e3:.0f} k tokens/s" in README
+    assert f"{bf16['tokens_per_s'] / 1e3:.0f} k with bf16" in README
+    assert f"({fp8['tokens_per_s'] / bf16['tokens_per_s']:.2f}x)" in README
+    assert f"is {fp8['val_loss_end']:.3f} against {bf16['val_loss_end']:.3f}" in README

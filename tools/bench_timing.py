@@ -24,9 +24,9 @@ HEAT_DIM = 8192  # of the square bf16 GEMMs that heat
 FLUSH_BYTES = 256 << 20  # at least; and at least twice the L2 cache
 HOST_BURSTS, HOST_CALLS = 5, 10  # few calls a burst: a full launch queue would stall the host
 
-# What is timed. "layer": device time, the host ahead by no more than the flush takes, so a slow host
-# shows as gaps, as it does in eager training. "device": the host is far ahead, so only the GPU's own
-# time counts. "host": wall time of asynchronous calls, the GPU's time does not count.
+# What is timed. "layer": device time, the host ahead by no more than the flush takes, so a slow
+# host shows as gaps, as it does in eager training. "device": the host is far ahead, so only the
+# GPU's own time counts. "host": wall time of asynchronous calls, the GPU's time does not count.
 How = Literal["layer", "device", "host"]
 
 
