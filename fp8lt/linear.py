@@ -117,7 +117,8 @@ def _forward(
         xq.data, wq.data, xq.scale_inv, wq.scale_inv, x.shape[0], w.shape[0],
         bias=bias, out_dtype=out_dtype, fast_accum=recipe.fast_accum_output, emulated=emulated,
     )  # fmt: skip
-    return y.view(*lead, w.shape[0]), xq, wq
+    # A view would forbid to change the result in place (nn.ReLU(inplace=True), y += residual).
+    return torch.ops.aten._unsafe_view(y, (*lead, w.shape[0])), xq, wq
 
 
 class _Refuse(torch.autograd.Function):
@@ -265,9 +266,11 @@ def _check_quantized(w_quantized: ops.Quantized, x: Tensor, w: Tensor) -> None:
     n, k = map(ops.padded, w.shape)
     data, data_t = w_quantized.data, w_quantized.data_t
     needs_t = torch.is_grad_enabled() and x.requires_grad
-    if data.shape != (n, k) or (needs_t and data_t.shape != (k, n)) or data.device != w.device:
+    fits = data.shape == (n, k) and (not needs_t or data_t.shape == (k, n))
+    e4m3 = device.formats(w.device).e4m3
+    if not fits or data.device != w.device or data.dtype != e4m3:
         raise RuntimeError(
-            f"fp8lt.linear: want w_quantized of w {list(w.shape)} on {w.device}"
-            f"{', with its transposed copy' if needs_t else ''}, "
-            f"got {list(data.shape)} and {list(data_t.shape)} on {data.device}"
+            f"fp8lt.linear: want w_quantized of w {list(w.shape)} in {e4m3} on {w.device}"
+            f"{', with its transposed copy' if needs_t else ''}; "
+            f"got {list(data.shape)} and {list(data_t.shape)} in {data.dtype} on {data.device}"
         )

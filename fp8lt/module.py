@@ -6,6 +6,7 @@ allocated, and checkpoints are those of the plain model.
 """
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,7 +35,7 @@ class Linear(nn.Linear):
 
     recipe: Recipe
     _plain_class: type[nn.Linear] = nn.Linear  # what `revert` turns this module into
-    _fp8_disabled = False  # set on the instance, by `disable_fp8` alone
+    _fp8_disabled = 0  # counted on the instance, by `disable_fp8` alone
     _weight_cache: "_WeightCache | None" = None  # likewise by `reuse_weights`
 
     def __init__(
@@ -60,12 +61,9 @@ class Linear(nn.Linear):
     def _plain_forward(self, input: Tensor) -> Tensor:
         if self._plain_class is nn.Linear:
             return super().forward(input)
-        converted = self.__class__
-        self.__class__ = self._plain_class  # type: ignore[assignment] # for its super() calls
-        try:
-            return self.forward(input)
-        finally:
-            self.__class__ = converted
+        plain = object.__new__(self._plain_class)  # the same layer as one of its own class,
+        plain.__dict__ = self.__dict__  # which its super() calls need
+        return plain.forward(input)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy outlives the contexts that it was made in: nothing would ever end them for it.
@@ -160,14 +158,26 @@ def disable_fp8(module: nn.Module) -> Iterator[nn.Module]:
         ...     torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
         True
     """
-    layers = [m for m in module.modules() if isinstance(m, Linear) and not m._fp8_disabled]
-    for layer in layers:
-        layer._fp8_disabled = True
+    layers = [m for m in module.modules() if isinstance(m, Linear)]
+    _count_disabled(layers, +1)
     try:
         yield module
     finally:
+        _count_disabled(layers, -1)
+
+
+_disabling = threading.Lock()
+
+
+def _count_disabled(layers: list[Linear], change: int) -> None:
+    # Counted: contexts of two threads need not end in the order in which they began.
+    with _disabling:
         for layer in layers:
-            vars(layer).pop("_fp8_disabled", None)
+            count = vars(layer).get("_fp8_disabled", 0) + change
+            if count > 0:
+                layer._fp8_disabled = count
+            else:  # also where `revert` took the count away meanwhile
+                vars(layer).pop("_fp8_disabled", None)
 
 
 @contextlib.contextmanager
@@ -199,21 +209,33 @@ def reuse_weights(module: nn.Module) -> Iterator[nn.Module]:
 class _WeightCache:
     """A weight in FP8, as long as it is the same weight."""
 
-    def __init__(self) -> None:
-        self._key: tuple[object, ...] | None = None
-        self._quantized: Quantized | None = None
+    # One attribute, so that threads see all of it or none. It holds the weight itself: the address
+    # of one that is computed for each call (a parametrization) would soon be another's.
+    _held: tuple[Tensor, tuple[object, ...], Quantized] | None = None
 
     def get(self, weight: Tensor, recipe: Recipe, input: Tensor) -> Quantized | None:
-        """Return `weight` quantised, or None where a change of it could not be seen."""
+        """Return `weight` quantised, or None where that must not be kept.
+
+        Not where a change of it could not be seen, nor while a CUDA graph is captured: its memory
+        is the graph's. What another stream quantised may not be ready on this one.
+        """
         if weight.is_inference() or weight.is_meta:
             return None
-        key = (weight.data_ptr(), weight._version, weight.dtype, weight.shape, weight.device)
+        stream = 0
+        if weight.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            stream = torch.cuda.current_stream(weight.device).cuda_stream
+        key = (weight.data_ptr(), weight._version, weight.dtype, weight.shape, stream)
         transposed = torch.is_grad_enabled() and input.requires_grad
-        held = self._quantized
-        if held is None or key != self._key or (transposed and not held.data_t.numel()):
-            held = quantize_weight(weight, recipe=recipe, transposed=transposed)
-            self._key, self._quantized = key, held
-        return held
+        if self._held is not None:
+            of_weight, of_key, held = self._held
+            complete = bool(held.data_t.numel()) or not transposed
+            if of_weight is weight and of_key == key and complete:
+                return held
+        quantized = quantize_weight(weight, recipe=recipe, transposed=transposed)
+        self._held = (weight, key, quantized)
+        return quantized
 
 
 def _recipe(config: Float8LinearConfig | Recipe | str | None) -> Recipe:

@@ -16,7 +16,7 @@ operators; any device runs `emulate` when asked (`emulated=True`). Outputs are a
 and their shapes depend on shapes and dtypes alone.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ _library.define(
     " Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
-# The whole layer with its gradients, for native eager CUDA alone: `linear.py` is its definition.
+# The whole layer with its gradients, made by the extension alone: `linear.py` is its definition.
 _library.define(
     "linear(Tensor x, Tensor w, Tensor? bias, Tensor? w_data, Tensor? w_data_t,"
     " Tensor? w_scale_inv, ScalarType forward_fp8, ScalarType backward_fp8, ScalarType out_dtype,"
@@ -259,6 +259,12 @@ def _emulated_gemm_nt(
 
 
 _library.impl("gemm_nt", _emulated_gemm_nt, "CPU")
+
+
+@torch.library.register_fake("fp8lt::linear", lib=_library)
+def _linear_fake(x: Tensor, w: Tensor, *args: Any) -> Tensor:
+    out_dtype = args[6]  # after bias, the three parts of w_quantized and the two FP8 dtypes
+    return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype)
 
 
 @torch.library.register_fake("fp8lt::gemm_nt", lib=_library)

@@ -109,6 +109,64 @@ def test_the_binary_holds_code_for_hopper_and_links_the_libraries_of_torch(
     run(code)
 
 
+TWINS = """
+import itertools, torch, fp8lt
+from fp8lt import ops, recipe
+from fp8lt.linear import _Linear
+
+def leaves(*tensors): return [t.clone().requires_grad_(need) for t, need in tensors]
+
+f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
+tensorwise, count = recipe.resolve("tensorwise"), 0
+for lead, x_dtype, w_dtype, bias_dtype, out_dtype in itertools.product(
+    [(), (0,), (3, 5)], [bf16, f32], [bf16, f32], [None, bf16, f32], [bf16, f16, f32]
+):
+    x, w = torch.randn(*lead, 40, dtype=x_dtype), torch.randn(24, 40, dtype=w_dtype)
+    b = [] if bias_dtype is None else [torch.randn(24, dtype=bias_dtype)]
+    for needs in itertools.product([True, False], repeat=2 + len(b)):
+        results = []
+        for native in (True, False):
+            args = leaves(*zip([x, w, *b], needs, strict=True))
+            bias = args[2] if b else None
+            if native:
+                y = ops.linear(args[0], args[1], bias, None, tensorwise, out_dtype)
+            elif any(needs):
+                y = _Linear.apply(args[0], args[1], bias, None, tensorwise, out_dtype, False)
+            else:
+                y = fp8lt.linear(args[0], args[1], bias, out_dtype=out_dtype)
+            if any(needs):
+                y.backward(torch.ones((), dtype=out_dtype).expand(y.shape))
+            results.append([y.detach(), *(a.grad for a in args)])
+        for got, want in zip(*results, strict=True):
+            assert (got is None) == (want is None)
+            if got is not None:
+                assert (got.dtype, got.stride()) == (want.dtype, want.stride())
+                assert got.shape == want.shape and torch.equal(got, want)
+                count += 1
+
+x, w = torch.randn(4, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+run = lambda: ops.linear(x, w, None, None, tensorwise, f32)
+assert run().add_(1).grad_fn is not None
+(dx,) = torch.autograd.grad(run().sum(), x, create_graph=True)
+try:
+    dx.pow(2).sum().backward()
+except RuntimeError as error:
+    assert "fp8lt.linear cannot be differentiated twice" in str(error)
+else:
+    raise AssertionError("differentiated twice")
+wq = fp8lt.quantize_weight(w)
+assert torch.equal(ops.linear(x, w, None, wq, tensorwise, f32), run())
+with torch.inference_mode():
+    assert torch.equal(ops.linear(x, w, None, None, tensorwise, f32), run())
+print(count)
+"""
+
+
+@needs_toolchain
+def test_the_layer_in_the_extension_equals_the_one_in_python_bit_for_bit(run: Run) -> None:
+    assert int(run(TWINS).stdout) > 1000
+
+
 @needs_toolchain
 def test_a_damaged_binary_is_built_anew(run: Run, cache: Path) -> None:
     run()

@@ -141,6 +141,16 @@ def test_shapes_are_those_of_f_linear(on: torch.device, shape: tuple[int, ...]) 
     assert (x.grad.shape, w.grad.shape, b.grad.shape) == (x.shape, w.shape, b.shape)
 
 
+def test_the_result_may_be_changed_in_place(on: torch.device) -> None:
+    x = randn(2, 10, 64, on=on, dtype=torch.bfloat16).requires_grad_()
+    w = randn(32, 64, on=on, dtype=torch.bfloat16).requires_grad_()
+    want = torch.autograd.grad(F.relu(fp8lt.linear(x, w) + 1).sum(), (x, w))
+    y = fp8lt.linear(x, w)
+    y += 1
+    got = torch.autograd.grad(F.relu(y, inplace=True).sum(), (x, w))
+    assert all(map(torch.equal, got, want))
+
+
 def test_nothing_in_is_nothing_or_zero_out(on: torch.device) -> None:
     x = torch.zeros(0, 64, device=on, requires_grad=True)
     w = randn(32, 64, on=on, dtype=torch.float32).requires_grad_()

@@ -239,6 +239,55 @@ def test_a_changed_weight_is_quantised_anew(on: torch.device, change: object) ->
     assert torch.equal(got, layer(x))
 
 
+def test_a_weight_computed_for_every_call_is_never_stale(on: torch.device) -> None:
+    layer = fp8lt.Linear(40, 24, device=on)
+    x = randn(9, 40, on=on, dtype=torch.float32)
+
+    def scaled(factor: float) -> torch.Tensor:
+        parameters = {"weight": layer.weight * factor, "bias": layer.bias}
+        return torch.func.functional_call(layer, parameters, (x,))
+
+    with torch.no_grad():
+        want = [scaled(factor) for factor in (1, 2, 3)]
+        with fp8lt.reuse_weights(layer):
+            got = [scaled(factor) for factor in (1, 2, 3)]
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.gpu
+def test_reused_weights_are_not_taken_into_a_cuda_graph_or_across_streams() -> None:
+    layer = fp8lt.Linear(512, 256, device="cuda", dtype=torch.bfloat16)
+    x = randn(64, 512, on=torch.device("cuda"), dtype=torch.bfloat16)
+    with torch.no_grad(), fp8lt.reuse_weights(layer):
+        want = layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        layer.weight.mul_(2)
+        graph.replay()
+        assert torch.equal(y, layer(x))  # quantised in the replay, and anew
+        assert not torch.equal(y, want)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            other = layer(x)
+        torch.cuda.synchronize()
+        assert torch.equal(other, y)
+
+
+def test_contexts_of_two_threads_need_not_end_in_order() -> None:
+    layer, x = fp8lt.Linear(16, 8), torch.randn(5, 16)
+    plain = nn.functional.linear(x, layer.weight, layer.bias)
+    first, second = fp8lt.disable_fp8(layer), fp8lt.disable_fp8(layer)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.equal(layer(x), plain)
+    second.__exit__(None, None, None)
+    assert not torch.equal(layer(x), plain)
+    assert "_fp8_disabled" not in vars(layer)
+
+
 def test_a_quantised_weight_that_does_not_fit_is_refused() -> None:
     x, w = torch.randn(3, 40, requires_grad=True), torch.randn(24, 40)
     wq = fp8lt.quantize_weight(w)
@@ -247,6 +296,8 @@ def test_a_quantised_weight_that_does_not_fit_is_refused() -> None:
         fp8lt.linear(x, w[:8], w_quantized=wq)
     with pytest.raises(RuntimeError, match="with its transposed copy"):
         fp8lt.linear(x, w, w_quantized=fp8lt.quantize_weight(w, transposed=False))
+    with pytest.raises(RuntimeError, match=r"in torch\.float8_e4m3fn on cpu.*float8_e5m2"):
+        fp8lt.linear(x, w, w_quantized=fp8lt.ops.quantize_tensorwise(w, torch.float8_e5m2))
     with pytest.raises(TypeError, match=r"from fp8lt\.quantize_weight, got Tensor"):
         fp8lt.linear(x, w, w_quantized=w)  # type: ignore[arg-type]
 

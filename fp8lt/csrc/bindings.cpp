@@ -59,6 +59,7 @@ Tensor empty(at::IntArrayRef sizes, ScalarType dtype, c10::Device device) {
 }
 
 void check_launch(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) cudaGetLastError();  // or torch's next check would report it again
   TORCH_CHECK(status == cudaSuccess, "fp8lt: ", what, " failed: ", cudaGetErrorString(status));
 }
 

@@ -169,7 +169,7 @@ __device__ uint4* line_in(uint4* place, int r, int i) {
   return place + (r * kLines<T> + i) * kThreads + threadIdx.x;
 }
 
-// Begin to copy this thread's patch of `tile` into `place`; one commit per call.
+// Begin to copy this thread's patch of `tile` into `place`; the caller commits.
 template <typename T>
 __device__ void fetch(const QuantizeTensorwise& q, const Grid& grid, uint32_t tile, uint4* place) {
   const Place at = place_of(q, grid, tile);
@@ -202,7 +202,7 @@ __device__ Patch<T> read(uint4* place) {
   return patch;
 }
 
-// Wait until all but the latest `pending` fetches of this thread have arrived.
+// Wait until all but the latest `pending` commits of this thread have arrived.
 __device__ void wait_for_fetches(int pending) {
   if (pending == 0) {
     __pipeline_wait_prior(0);
@@ -211,6 +211,7 @@ __device__ void wait_for_fetches(int pending) {
   } else {
     __pipeline_wait_prior(kMaxPlaces - 1);
   }
+  asm volatile("" ::: "memory");  // the wait alone does not keep later reads of a place behind it
 }
 
 template <typename T>
@@ -345,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
   }
   for (; i < count; ++i) largest = largest_magnitude(load<T>(q, grid, tile(i)), largest);
-  __pipeline_wait_prior(0);
+  wait_for_fetches(0);
   for (i = 0; i < kept; ++i) largest = largest_magnitude(read<T>(place(i)), largest);
 
   const float scale = scale_of<kType>(grid_max(Bits<T>::widest(largest), q.scratch));
