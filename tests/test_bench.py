@@ -326,7 +326,7 @@ def test_weight_reuse_is_on_while_its_contender_runs_and_off_afterwards(
 
     seen = []
     plain = fp8lt.Linear.forward
-    monkeypatch.setattr(fp8lt, "reuse_weights", Reuse, raising=False)
+    monkeypatch.setattr(fp8lt, "reuse_weights", Reuse)
     monkeypatch.setattr(
         fp8lt.Linear, "forward", lambda *args: (seen.append(Reuse.on), plain(*args))[1]
     )

@@ -179,13 +179,6 @@ def te_linear(w: Tensor, recipe: str) -> Layer:
 # -------------------------------------------------------------------------------- the two line-ups
 
 
-def needs_reuse() -> None:
-    import fp8lt
-
-    if not hasattr(fp8lt, "reuse_weights"):
-        raise NotImplementedError("this fp8lt has no reuse_weights")
-
-
 def needs_torchao() -> None:
     import torchao.float8  # noqa: F401
 
@@ -209,7 +202,7 @@ TE = [
 ]
 FP8LT = [
     Contender("fp8lt", fp8lt_linear),
-    Contender("fp8lt-reused", fp8lt_reused, needs_reuse),
+    Contender("fp8lt-reused", fp8lt_reused),
 ]
 TRAINING = [
     Contender("bf16", bf16),

@@ -161,7 +161,7 @@ std::optional<Quantized> quantized(const std::optional<Tensor>& data,
   return Quantized(*data, data_t.value(), scale_inv.value());
 }
 
-Tensor linear_autograd(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
+Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
                        const std::optional<Tensor>& w_data, const std::optional<Tensor>& w_data_t,
                        const std::optional<Tensor>& w_scale_inv, ScalarType forward_fp8,
                        ScalarType backward_fp8, ScalarType out_dtype, bool fast_output,
@@ -175,22 +175,12 @@ Tensor linear_autograd(const Tensor& x, const Tensor& w, const std::optional<Ten
   return forward(x, w, bias, o, false, false).y;
 }
 
-// Inference mode: the autograd keys are off.
-Tensor linear_inference(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
-                   const std::optional<Tensor>& w_data, const std::optional<Tensor>& w_data_t,
-                   const std::optional<Tensor>& w_scale_inv, ScalarType forward_fp8,
-                   ScalarType backward_fp8, ScalarType out_dtype, bool fast_output,
-                   bool fast_grad_input, bool fast_grad_weight) {
-  const Options o{forward_fp8,     backward_fp8,     out_dtype,  fast_output,
-                  fast_grad_input, fast_grad_weight, quantized(w_data, w_data_t, w_scale_inv)};
-  return forward(x, w, bias, o, false, false).y;
-}
-
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fp8lt, AutogradCUDA, m) { m.impl("linear", TORCH_FN(linear_autograd)); }
-TORCH_LIBRARY_IMPL(fp8lt, AutogradCPU, m) { m.impl("linear", TORCH_FN(linear_autograd)); }
-TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) { m.impl("linear", TORCH_FN(linear_inference)); }
-TORCH_LIBRARY_IMPL(fp8lt, CPU, m) { m.impl("linear", TORCH_FN(linear_inference)); }
+// In inference mode the autograd keys are off, and the others are called directly.
+TORCH_LIBRARY_IMPL(fp8lt, AutogradCUDA, m) { m.impl("linear", TORCH_FN(linear)); }
+TORCH_LIBRARY_IMPL(fp8lt, AutogradCPU, m) { m.impl("linear", TORCH_FN(linear)); }
+TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) { m.impl("linear", TORCH_FN(linear)); }
+TORCH_LIBRARY_IMPL(fp8lt, CPU, m) { m.impl("linear", TORCH_FN(linear)); }
 
 }  // namespace fp8lt

@@ -12,65 +12,15 @@
 
 #include <cooperative_groups.h>
 #include <cuda_pipeline.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
 
 #include <algorithm>
 #include <atomic>
 #include <mutex>
 
+#include "elements.cuh"
+
 namespace fp8lt {
 namespace {
-
-constexpr float kEps = 1e-12f;  // an all-zero tensor gets a large finite scale, not inf
-
-// ------------------------------------------------------------------------------------- elements
-// Magnitudes are compared as integers: with the sign bit cleared, the bits of a float order as its
-// value does, and a NaN is larger than everything. So NaN survives, and there is no rounding.
-
-template <typename T>
-struct Bits;
-template <>
-struct Bits<float> {
-  static constexpr uint32_t kMagnitude = 0x7fffffffu;
-  static __device__ uint32_t max(uint32_t a, uint32_t b) { return ::max(a, b); }
-  static __device__ float widest(uint32_t a) { return __uint_as_float(a); }
-};
-template <>
-struct Bits<__nv_bfloat16> {  // two to a word
-  static constexpr uint32_t kMagnitude = 0x7fff7fffu;
-  static __device__ uint32_t max(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
-  static __device__ float widest(uint32_t a) {
-    return __uint_as_float(::max(a & 0xffffu, a >> 16) << 16);
-  }
-};
-template <>
-struct Bits<__half> {
-  static constexpr uint32_t kMagnitude = 0x7fff7fffu;
-  static __device__ uint32_t max(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
-  static __device__ float widest(uint32_t a) {
-    const uint16_t bits = static_cast<uint16_t>(::max(a & 0xffffu, a >> 16));
-    return __half2float(__ushort_as_half(bits));
-  }
-};
-
-template <Fp8Type kType>
-struct Fp8;
-template <>
-struct Fp8<Fp8Type::kE4M3> {
-  static constexpr float kMax = 448.0f;
-  static constexpr __nv_fp8_interpretation_t kKind = __NV_E4M3;
-};
-template <>
-struct Fp8<Fp8Type::kE5M2> {
-  static constexpr float kMax = 57344.0f;
-  static constexpr __nv_fp8_interpretation_t kKind = __NV_E5M2;
-};
-
-__device__ float real(float value) { return value; }
-__device__ float real(__half value) { return __half2float(value); }
-__device__ float real(__nv_bfloat16 value) { return __bfloat162float(value); }
 
 // ---------------------------------------------------------------------------------------- tiles
 // A tile is 128 x 128. A thread owns a patch of 4 rows x 8 columns of it: the 8 columns are one
@@ -316,12 +266,6 @@ __device__ float grid_max(float magnitude, float* scratch) {
     largest = max(largest, __ldcg(partial + i));
   }
   return __uint_as_float(block_max(largest));
-}
-
-template <Fp8Type kType>
-__device__ float scale_of(float amax) {
-  // `fmaxf` would drop a NaN, fast division the last bit that makes scales equal everywhere.
-  return __fdiv_rn(Fp8<kType>::kMax, amax < kEps ? kEps : amax);
 }
 
 template <typename T, Fp8Type kType>

@@ -1,0 +1,68 @@
+// What a kernel does with one element: magnitudes, conversion to FP8, and the scale of a tensor.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "quantize.h"
+
+namespace fp8lt {
+
+// Magnitudes are compared as integers: with the sign bit cleared, the bits of a float order as its
+// value does, and a NaN is larger than everything. So NaN survives, and there is no rounding.
+
+template <typename T>
+struct Bits;
+template <>
+struct Bits<float> {
+  static constexpr uint32_t kMagnitude = 0x7fffffffu;
+  static __device__ uint32_t max(uint32_t a, uint32_t b) { return ::max(a, b); }
+  static __device__ float widest(uint32_t a) { return __uint_as_float(a); }
+};
+template <>
+struct Bits<__nv_bfloat16> {  // two to a word
+  static constexpr uint32_t kMagnitude = 0x7fff7fffu;
+  static __device__ uint32_t max(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+  static __device__ float widest(uint32_t a) {
+    return __uint_as_float(::max(a & 0xffffu, a >> 16) << 16);
+  }
+};
+template <>
+struct Bits<__half> {
+  static constexpr uint32_t kMagnitude = 0x7fff7fffu;
+  static __device__ uint32_t max(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+  static __device__ float widest(uint32_t a) {
+    const uint16_t bits = static_cast<uint16_t>(::max(a & 0xffffu, a >> 16));
+    return __half2float(__ushort_as_half(bits));
+  }
+};
+
+template <Fp8Type kType>
+struct Fp8;
+template <>
+struct Fp8<Fp8Type::kE4M3> {
+  static constexpr float kMax = 448.0f;
+  static constexpr __nv_fp8_interpretation_t kKind = __NV_E4M3;
+};
+template <>
+struct Fp8<Fp8Type::kE5M2> {
+  static constexpr float kMax = 57344.0f;
+  static constexpr __nv_fp8_interpretation_t kKind = __NV_E5M2;
+};
+
+inline __device__ float real(float value) { return value; }
+inline __device__ float real(__half value) { return __half2float(value); }
+inline __device__ float real(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+constexpr float kEps = 1e-12f;  // an all-zero tensor gets a large finite scale, not inf
+
+template <Fp8Type kType>
+__device__ float scale_of(float amax) {
+  // `fmaxf` would drop a NaN, fast division the last bit that makes scales equal everywhere.
+  return __fdiv_rn(Fp8<kType>::kMax, amax < kEps ? kEps : amax);
+}
+
+}  // namespace fp8lt
