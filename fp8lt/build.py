@@ -211,7 +211,11 @@ def _build(tools: Toolchain, spec: dict[str, object], target: Path) -> None:
         shutil.move(log, kept)
         shutil.rmtree(work, ignore_errors=True)
         raise BuildError(_explain(kept))
-    _check_binary(work / "fp8lt.so", tools)
+    try:
+        _check_binary(work / "fp8lt.so", tools)
+    except BuildError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
     _digest_file(work / "fp8lt.so").write_text(_digest(work / "fp8lt.so"))
     for intermediate in (*work.glob("*.o"), *work.glob(".ninja*"), work / "libcudart.so"):
         intermediate.unlink()

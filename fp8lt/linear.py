@@ -172,7 +172,7 @@ class _Linear(torch.autograd.Function):
         out_dtype: torch.dtype,
         emulated: bool,
     ) -> Tensor:
-        need_x, need_w, _, *_ = ctx.needs_input_grad
+        need_x, need_w, *_ = ctx.needs_input_grad
         y, xq, wq = _forward(
             x, w, bias, w_quantized, recipe, out_dtype, emulated, need_x=need_x, need_w=need_w
         )

@@ -64,7 +64,7 @@ def test_a_whole_layer_runs_emulated_in_an_amd_chips_formats(
     assert {t.dtype for t in saved if t.dim() == 2} == {formats.e4m3}
     y.backward(torch.randn(20, 30))
     want = x.detach() @ w.detach().t()
-    assert (y - want).norm() / want.norm() < 0.05  # measured 0.036 in both families
+    assert (y - want).norm() / want.norm() < 0.05  # measured up to 0.039 over five seeds
 
 
 @pytest.mark.parametrize(

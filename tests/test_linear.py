@@ -1,6 +1,4 @@
-"""`fp8lt.linear`: values and gradients against float64, the autograd contract, bad input."""
-
-import threading
+"""`fp8lt.linear`: values and gradients against float64, strides and pointers, bad input."""
 
 import pytest
 import torch
@@ -12,31 +10,21 @@ from cases import (
     T_BACKWARD,
     T_FORWARD,
     T_SAME,
-    CountOps,
     dequantised,
     error,
     layouts,
     randn,
+    run,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import fp8lt
 from fp8lt import device, ops
 
 E4M3, E5M2 = device.OCP
 CPU = torch.device("cpu")
-
-
-def run(
-    x: Tensor, w: Tensor, bias: Tensor | None, dy: Tensor, **options: object
-) -> tuple[Tensor, ...]:
-    """Return y, dx, dw and, with a bias, db."""
-    leaves = [t.detach().requires_grad_() for t in (x, w, bias) if t is not None]
-    y = fp8lt.linear(*leaves, **options)
-    return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
 def check_same_operands(
@@ -126,7 +114,7 @@ def test_gradients_of_float32_weights_are_not_rounded_to_bf16(on: torch.device) 
     dw = run(x, w, None, dy)[2]
     want = dequantised(dy, E5M2).t() @ dequantised(x, E4M3)
     assert dw.dtype == torch.float32
-    assert error(dw, want) < 5e-4  # measured 1e-7 on a CPU, 1e-4 on an H200; bf16 gives 1.7e-3
+    assert error(dw, want) < 5e-4  # measured 4e-8 on a CPU; rounded to bf16 1.7e-3
 
 
 @pytest.mark.parametrize("shape", [(64,), (1, 64), (1, 1, 64), (2, 3, 4, 64), (0, 64), (2, 0, 64)])
@@ -264,207 +252,6 @@ def test_any_shape_and_stride_is_right(on: torch.device, data: st.DataObject) ->
     for got, a, b in ((y, xq, wq.t()), (dx, dyq, wq), (dw, dyq.t(), xq)):
         assert got.shape == (a @ b).shape
         assert (got.double() - a @ b).norm() <= T_SAME * a.norm() * b.norm()
-
-
-# ------------------------------------------------------------------------------ autograd contract
-
-
-@pytest.mark.parametrize("need_x", [True, False])
-@pytest.mark.parametrize("need_w", [True, False])
-@pytest.mark.parametrize("need_b", [True, False, None])
-def test_only_wanted_gradients_cost_anything(
-    on: torch.device, need_x: bool, need_w: bool, need_b: bool | None
-) -> None:
-    x = randn(32, 64, on=on, dtype=torch.bfloat16).requires_grad_(need_x)
-    w = randn(48, 64, on=on, dtype=torch.bfloat16).requires_grad_(need_w)
-    b = None if need_b is None else randn(48, on=on, dtype=torch.bfloat16).requires_grad_(need_b)
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = fp8lt.linear(x, w, b)
-    fp8_bytes = sum(t.nbytes for t in saved if t.dtype == E4M3)
-    assert fp8_bytes == need_w * x.numel() + need_x * w.numel()  # a byte an element
-    assert y.requires_grad == (need_x or need_w or bool(need_b))
-    if not y.requires_grad:
-        return
-    with CountOps() as count:
-        y.backward(torch.ones_like(y))
-    assert count.counts == {"gemm_nt": need_x + need_w, "quantize_tensorwise": need_x or need_w}
-    assert [t.grad is not None for t in (x, w)] == [need_x, need_w]
-    assert b is None or (b.grad is not None) == need_b
-
-
-def test_without_grad_nothing_is_transposed(on: torch.device) -> None:
-    x = randn(32, 64, on=on, dtype=torch.bfloat16).requires_grad_()
-    w = randn(48, 64, on=on, dtype=torch.bfloat16).requires_grad_()
-    want = fp8lt.linear(x, w)
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            y = fp8lt.linear(x, w)
-        assert not y.requires_grad
-        assert torch.equal(y, want)
-    with torch.inference_mode():
-        made_inside = x.clone()
-    assert torch.equal(fp8lt.linear(made_inside, w.detach()), want)
-
-
-def test_a_second_derivative_raises(on: torch.device) -> None:
-    x = randn(4, 8, on=on, dtype=torch.float32).requires_grad_()
-    w = randn(5, 8, on=on, dtype=torch.float32).requires_grad_()
-    for loss in (lambda y: y.pow(2).sum(), lambda y: y.sum()):  # dy a function of x, or constant
-        (dx,) = torch.autograd.grad(loss(fp8lt.linear(x, w)), x, create_graph=True)
-        assert torch.equal(dx, torch.autograd.grad(loss(fp8lt.linear(x, w)), x)[0])
-        with pytest.raises(RuntimeError, match=r"fp8lt\.linear cannot be differentiated twice"):
-            (dx.pow(2).sum() + x.sum()).backward()
-
-
-def test_a_forward_mode_derivative_raises(on: torch.device) -> None:
-    x, w = randn(4, 8, on=on, dtype=torch.float32), randn(5, 8, on=on, dtype=torch.float32)
-    with pytest.raises(RuntimeError, match=r"fp8lt\.linear has no forward-mode derivative"):
-        torch.func.jvp(lambda t: fp8lt.linear(t, w), (x,), (torch.ones_like(x),))
-    with torch.autograd.forward_ad.dual_level():
-        assert torch.equal(fp8lt.linear(x, w), fp8lt.linear(x.clone(), w))  # no tangent: fine
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_changes_no_bit(on: torch.device, use_reentrant: bool) -> None:
-    x = randn(20, 40, on=on, dtype=torch.bfloat16).requires_grad_()
-    w = randn(30, 40, on=on, dtype=torch.bfloat16).requires_grad_()
-    dy = randn(20, 30, on=on, dtype=torch.bfloat16)
-    y = fp8lt.linear(x, w)
-    want = (y, *torch.autograd.grad(y, (x, w), dy))
-    y = checkpoint(fp8lt.linear, x, w, use_reentrant=use_reentrant)
-    y.backward(dy)
-    assert all(map(torch.equal, (y, x.grad, w.grad), want))
-
-
-def test_autocast_casts_the_input_and_keeps_float32_weights(on: torch.device) -> None:
-    x = randn(20, 40, on=on, dtype=torch.float32).requires_grad_()
-    w = randn(30, 40, on=on, dtype=torch.float32).requires_grad_()
-    b = randn(30, on=on, dtype=torch.float32).requires_grad_()
-    with torch.autocast(on.type, dtype=torch.bfloat16):
-        y = fp8lt.linear(x, w, b)
-        assert y.dtype == F.linear(x, w, b).dtype == torch.bfloat16
-        assert fp8lt.linear(x, w, b, out_dtype=torch.float32).dtype == torch.float32
-    xq, wq = dequantised(x.detach().bfloat16(), E4M3), dequantised(w.detach(), E4M3)
-    assert error(y, xq @ wq.t() + b.double()) <= T_SAME
-    y.float().sum().backward()
-    assert {t.grad.dtype for t in (x, w, b)} == {torch.float32}
-
-
-def test_emulation_inside_autocast_multiplies_in_float32() -> None:
-    x, w = randn(20, 400, on=CPU, dtype=torch.float32), randn(30, 400, on=CPU, dtype=torch.float32)
-    x16 = x.bfloat16()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = fp8lt.linear(x, w, out_dtype=torch.float32)
-    want = dequantised(x16, E4M3) @ dequantised(w, E4M3).t()
-    assert error(y, want) < 1e-6  # measured 1.3e-7; bf16 products would give 2e-3
-
-
-def test_the_emulate_argument_agrees_with_the_native_path(on: torch.device) -> None:
-    x, w, dy = (
-        randn(*s, on=on, dtype=torch.bfloat16, seed=i)
-        for i, s in enumerate([(33, 70), (50, 70), (33, 50)])
-    )
-    emulated = fp8lt.DynamicScaling(emulate=True)
-    pairs = zip(run(x, w, None, dy), run(x, w, None, dy, recipe=emulated), strict=True)
-    for got, want in pairs:
-        assert error(got, want) <= T_SAME  # measured 8e-4: one rounding of bf16 now and then
-
-
-def test_eight_threads_may_call_at_once(on: torch.device) -> None:
-    x, w = randn(40, 64, on=on, dtype=torch.bfloat16), randn(48, 64, on=on, dtype=torch.bfloat16)
-    want = fp8lt.linear(x, w)
-    start, results = threading.Barrier(8), []
-
-    def work() -> None:
-        start.wait()
-        results.append(all(torch.equal(fp8lt.linear(x, w), want) for _ in range(10)))
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert results == [True] * 8
-
-
-def test_aot_autograd_traces_it_in_one_graph(on: torch.device) -> None:
-    compiled = torch.compile(fp8lt.linear, backend="aot_eager", fullgraph=True)
-    x = randn(20, 40, on=on, dtype=torch.bfloat16).requires_grad_()
-    w = randn(30, 40, on=on, dtype=torch.bfloat16).requires_grad_()
-    got, want = compiled(x, w), fp8lt.linear(x, w)
-    assert torch.equal(got, want)
-    dy = torch.ones_like(want)
-    gradients = (torch.autograd.grad(y, (x, w), dy) for y in (got, want))
-    assert all(map(torch.equal, *gradients))
-
-
-def test_export_keeps_a_dynamic_batch() -> None:
-    layer = fp8lt.Linear(16, 8)
-    batch = torch.export.Dim("batch", min=2)
-    shapes = {"input": {0: batch}}
-    program = torch.export.export(layer, (torch.randn(4, 16),), dynamic_shapes=shapes)
-    x = torch.randn(33, 16)
-    assert torch.equal(program.module()(x), layer(x))
-
-
-# -------------------------------------------------------------------------------------- GPU only
-
-
-@pytest.mark.gpu
-def test_compile_with_cuda_graphs_equals_eager() -> None:
-    layer = fp8lt.Linear(64, 48, device="cuda", dtype=torch.bfloat16)
-    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
-    with torch.no_grad():
-        for seed in range(5):  # warm-up, recording, replays
-            x = randn(32, 64, on=torch.device("cuda"), dtype=torch.bfloat16, seed=seed)
-            assert error(compiled(x), layer(x)) < T_SAME
-
-
-@pytest.mark.gpu
-def test_it_runs_on_the_current_stream() -> None:
-    x = randn(2048, 1024, on=torch.device("cuda"), dtype=torch.bfloat16)
-    w = randn(1024, 1024, on=torch.device("cuda"), dtype=torch.bfloat16, seed=1)
-    want = [fp8lt.linear(x * i, w) for i in range(1, 9)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    torch.cuda.synchronize()
-    got = []
-    for i in range(1, 9):
-        with torch.cuda.stream(streams[i % 2]):
-            torch.cuda._sleep(2_000_000)  # a slow producer on this very stream
-            got.append(fp8lt.linear(x * i, w))
-    torch.cuda.synchronize()
-    assert all(map(torch.equal, got, want))
-
-
-@pytest.mark.gpu
-def test_backward_runs_on_the_stream_of_its_forward() -> None:
-    x = randn(1024, 512, on=torch.device("cuda"), dtype=torch.bfloat16).requires_grad_()
-    w = randn(256, 512, on=torch.device("cuda"), dtype=torch.bfloat16, seed=1).requires_grad_()
-    fp8lt.linear(x, w).sum().backward()
-    want, x.grad, w.grad = (x.grad, w.grad), None, None
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(5_000_000)
-        fp8lt.linear(x, w).sum().backward()
-    torch.cuda.synchronize()
-    assert torch.equal(x.grad, want[0])
-    assert torch.equal(w.grad, want[1])
-
-
-@pytest.mark.gpu
-def test_it_can_be_captured_in_a_cuda_graph() -> None:
-    x = randn(100, 512, on=torch.device("cuda"), dtype=torch.bfloat16)
-    w = randn(256, 512, on=torch.device("cuda"), dtype=torch.bfloat16, seed=1)
-    fp8lt.linear(x, w)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = fp8lt.linear(x, w)
-    for factor in (1.0, 100.0):
-        x.mul_(factor)
-        graph.replay()
-        assert torch.equal(y, fp8lt.linear(x, w))
 
 
 # -------------------------------------------------------------------------------------- bad input

@@ -381,7 +381,7 @@ def test_the_e4m3_format_quantises_gradients_to_e4m3(on: torch.device) -> None:
         y = fp8lt.linear(x, w, recipe=fp8lt.DynamicScaling(fp8_format=fp8_format))
         (dx,) = torch.autograd.grad(y, x, dy)
         errors[fp8_format] = error(dx, dy.double() @ w.double())
-    assert errors["e4m3"] < 0.045 < errors["hybrid"]  # measured 0.037 and 0.059
+    assert errors["e4m3"] < 0.045 < errors["hybrid"]  # measured 0.036 and 0.058
 
 
 def test_bad_arguments_name_themselves() -> None:

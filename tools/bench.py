@@ -17,7 +17,6 @@ it is also kept in a file, after every mode. Exit codes: 0 done, 2 a bad argumen
 import argparse
 import importlib.util
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -91,7 +90,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu",
         help="cpu is for trying the tool: tiny shapes, emulated FP8, perf_counter in place of "
         "CUDA events, no Inductor; its numbers say nothing about speed")  # fmt: skip
-    add("--autotune", action="store_true", help="set FP8LT_AUTOTUNE=1 before fp8lt is imported")
     return parser
 
 
@@ -131,7 +129,6 @@ def start(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
         **provenance(bench.device),
         "gpu": describe(bench.device),
         "versions": versions(),
-        "autotune": args.autotune,
         "method": {
             **bench.timer.method(),
             "rounds": args.rounds,
@@ -192,8 +189,6 @@ def measure(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.autotune:
-        os.environ["FP8LT_AUTOTUNE"] = "1"
     try:
         check(args)
     except ValueError as error:

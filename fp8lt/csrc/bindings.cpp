@@ -53,7 +53,7 @@ Tensor aligned(const Tensor& t) {
   return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 ? t : t.clone();
 }
 
-// at::empty without its way through the dispatcher: half of what a small launch costs the host.
+// at::empty without its way through the dispatcher.
 Tensor empty(at::IntArrayRef sizes, ScalarType dtype, c10::Device device) {
   return Tensor(at::detail::empty_cuda(sizes, dtype, device, std::nullopt));
 }

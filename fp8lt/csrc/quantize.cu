@@ -57,7 +57,7 @@ struct Place {
   bool interior;       // the tile has no padding
 };
 
-// Tiles are counted in 32 bits: a division in 64 costs a thread more than its patch does.
+// Tiles are counted in 32 bits: a division in 64 is a subroutine, and every thread divides.
 struct Grid {
   uint32_t tiles_across, tiles;
   int places;    // for tiles in a block's shared memory; 1 ... kMaxPlaces

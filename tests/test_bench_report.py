@@ -1,0 +1,160 @@
+"""The benchmark's arithmetic, verdicts, tables and plot, on numbers known beforehand."""
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+import bench_core
+import bench_modes
+import bench_plot
+import bench_report
+import bench_targets
+import bench_timing
+
+# ------------------------------------------------------------------------------------- statistics
+
+
+def test_ratios_compare_times_of_the_same_round_only() -> None:
+    # The card slows down from round to round; the ratio does not.
+    assert bench_timing.ratios([10, 20, 40], [5, 10, 20]) == [2, 2, 2]
+    with pytest.raises(ValueError, match="zip"):
+        bench_timing.ratios([1, 2], [1])
+
+
+def test_the_reported_ratio_is_no_ratio_of_medians() -> None:
+    rows = [
+        bench_core.make_row("case", "fwd", name, {}, times)
+        for name, times in (("bf16", [10.0, 20.0, 90.0]), ("other", [5.0, 40.0, 30.0]))
+    ]
+    bench_core.add_ratios(rows, rows[0])
+    assert rows[1]["ratios"] == [2, 0.5, 3]
+    assert rows[1]["ratio"] == 2  # 20 / 30 would be 0.67
+    bench_core.add_ratios(rows, rows[0], over=True)
+    assert rows[1]["ratio"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("how", "run"),
+    [
+        ("layer", "sync flush start call end wait"),  # the host is ahead by the flush
+        ("device", "sync heat heat flush start call end wait"),  # the host is far ahead
+    ],
+)
+def test_on_a_gpu_heat_comes_first_and_every_run_finds_a_cold_cache(
+    how: bench_timing.How, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+
+    class Event:
+        made = 0
+
+        def __init__(self, enable_timing: bool) -> None:
+            self.name = ("start", "end")[Event.made % 2]
+            Event.made += 1
+
+        def record(self) -> None:
+            log.append(self.name)
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, end: object) -> float:
+            return float(Event.made)  # 2, 4, 6 ms
+
+    timer = bench_timing.Timer(torch.device("cpu"))
+    timer.on_gpu, timer.heat_gemms = True, 4
+    timer._flush = types.SimpleNamespace(fill_=lambda _: log.append("flush"))
+    monkeypatch.setattr(timer, "_heat_once", lambda: log.append("heat"))
+    monkeypatch.setattr(timer, "synchronize", lambda: log.append("sync"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert timer.measure(lambda: log.append("call"), how, runs=3) == 4000  # us, the median
+    assert log == ["heat"] * 4 + ["sync"] + run.split() * 3
+
+
+def test_the_order_rotates_and_everybody_is_measured_once_a_round() -> None:
+    order: list[str] = []
+    entries = [
+        bench_timing.Entry(name, lambda name=name: order.append(name) or 1.0) for name in "abc"
+    ]
+    ticks: list[int] = []
+    bench_timing.run_rounds(entries, 4, lambda: ticks.append(1))
+    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
+    assert [len(entry.rounds_us) for entry in entries] == [4, 4, 4]
+    assert len(ticks) == 12
+
+
+def test_errors_are_relative_and_not_a_number_is_an_error() -> None:
+    want = torch.tensor([3.0, 4.0])
+    assert bench_timing.relative_error(want, torch.tensor([3.0, 4.5])) == pytest.approx(0.1)
+    error = bench_timing.relative_error(want, torch.tensor([3.0, float("nan")]))
+    assert bench_timing.wrong({"y": error}, {"y": 0.06}) is not None
+    assert bench_timing.wrong({"y": 0.05, "dx": 0.1}, {"y": 0.06, "dx": 0.09}) == (
+        "error of dx 0.1, want at most 0.09"
+    )
+    assert bench_timing.wrong({"y": 0.05}, {"y": 0.06, "dx": 0.09}) is None
+    with pytest.raises(ValueError, match=r"\[2\], got \[1\]"):  # it would broadcast
+        bench_timing.relative_error(want, torch.tensor([3.0]))
+
+
+def test_the_floors_count_one_or_two_reads_and_two_bytes_written() -> None:
+    row = bench_core.make_row("case", "phase", "fp8lt", {}, [60.0, 60.0, 90.0])
+    bench_modes.add_floors(row, 1000, 2, [100.0, 200.0, 100.0])  # bytes per us
+    assert row["one_read_us"] == 40  # (2 + 2) * 1000 / 100
+    assert row["two_reads_us"] == 60  # (4 + 2) * 1000 / 100
+    assert row["over_two_reads_rounds"] == [1, 2, 1.5]
+    assert row["over_two_reads"] == 1.5
+
+
+def test_the_parts_of_a_layer_never_show_a_negative_gap() -> None:
+    whole = bench_core.make_row("1x2x3", "fwd+bwd", "fp8lt", {}, [100.0, 100.0, 100.0])
+    entries = [
+        bench_timing.Entry("GEMMs", bool, [60.0, 60.0, 80.0]),
+        bench_timing.Entry("quantise", bool, [10.0, 20.0, 30.0]),
+    ]
+    part = bench_modes.part_row([whole], entries)
+    assert part["rounds_us"]["host_gap"] == [30, 20, 0]
+    assert (part["gemms_us"], part["quantise_us"], part["host_gap_us"]) == (60, 20, 20)
+    assert part["gemm_share"] == 0.6
+
+
+# ------------------------------------------------------------------------------- targets, tables
+
+
+def result(case: str, phase: str, **ratios: float | None) -> dict:
+    rows = []
+    for name, ratio in ratios.items():
+        row = bench_core.make_row(case, phase, name.replace("_", "-"), {}, [1.0])
+        rows.append({**row, "ratio": ratio})
+    return {"rows": rows, "missing": {}, "targets": [], "seconds": 1.0}
+
+
+def test_a_target_is_met_missed_or_not_measured_and_shows_the_best_peers() -> None:
+    case = "8192x4096x4096"
+    ratios = {"bf16": 1.0, "te_delayed": 1.5, "te_current": 1.2, "fp8lt_reused": 9.0}
+    for ours, met in ((1.55, True), (1.54, False), (None, None)):
+        (verdict,) = bench_targets.judge("layer", result(case, "fwd+bwd", fp8lt=ours, **ratios))
+        assert verdict["met"] is met
+        assert verdict["best_peer"] == {"contender": "te-delayed", "ratio": 1.5}
+        assert verdict["best_dynamic_peer"] == {"contender": "te-current", "ratio": 1.2}
+    (verdict,) = bench_targets.judge("host", result("16x512x512", "fwd+bwd", fp8lt=1.2, te_x=1.1))
+    assert verdict["met"] is True  # there, less is better
+    table = "\n".join(bench_report.target_table([verdict]))
+    assert re.search(r"fp8lt 16x512x512 fwd\+bwd +1\.20 +<= 1\.30 +met +1\.10x te-x", table)
+
+
+def test_the_table_marks_the_best_peer_of_each_case() -> None:
+    shown = result("1x2x3", "fwd", bf16=1.0, fp8lt=1.6, te_block=1.1, scaled_mm=0.9)
+    table = bench_report.mode_report("layer", shown)
+    assert [line.split()[0] for line in table.splitlines() if "x*" in line] == ["te-block"]
+
+
+def test_the_plot_is_drawn_even_where_everything_failed(tmp_path: Path) -> None:
+    shown = result("1x2x3", "fwd+bwd", bf16=1.0, fp8lt=None)
+    failed = {"case": "1x2x3", "status": "failed", "reason": "x"}
+    bench_plot.plot({**shown, "parts": [failed]}, "no device", tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
