@@ -14,6 +14,8 @@ import contextlib
 import fcntl
 import glob
 import hashlib
+import importlib.machinery
+import importlib.util
 import json
 import os
 import platform
@@ -28,6 +30,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -51,6 +54,7 @@ class BuildError(RuntimeError):
 
 _lock = threading.RLock()
 _outcome: tuple[Path | None, str | None] | None = None  # (library, failure) once decided
+_module: ModuleType | None = None
 
 
 def ensure() -> str | None:
@@ -58,11 +62,13 @@ def ensure() -> str | None:
 
     Decided once per process: a failure is remembered, not tried again.
     """
-    global _outcome
+    global _outcome, _module
     with _lock:
         if _outcome is None:
             try:
-                _outcome = (_load(), None)
+                library = _load()
+                _module = _python_module(library)
+                _outcome = (library, None)
             except (BuildError, ToolchainError) as error:
                 _outcome = (None, str(error))
             except Exception as error:  # a full disk, say: never a reason for an import to fail
@@ -73,6 +79,11 @@ def ensure() -> str | None:
 def loaded_library() -> Path | None:
     """Return the file of the loaded extension, or None."""
     return _outcome[0] if _outcome is not None else None
+
+
+def module() -> ModuleType | None:
+    """Return the loaded extension's Python functions; None where it was built without any."""
+    return _module
 
 
 def failure() -> str | None:
@@ -124,6 +135,18 @@ def _load() -> Path:
             f"compiled with cuBLASLt {compiled}'s header, but torch has loaded version {loaded}"
         )
     return library
+
+
+def _python_module(library: Path) -> ModuleType | None:
+    """Return the module in a loaded library; see csrc/python.cpp for when there is none."""
+    loader = importlib.machinery.ExtensionFileLoader("fp8lt_native", str(library))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    try:
+        native = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    except ImportError:
+        return None
+    loader.exec_module(native)
+    return native
 
 
 def cache_key(files: dict[str, str], flags: str, versions: list[str]) -> str:

@@ -32,8 +32,12 @@ def saturate_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_tensorwise(
-    x: Tensor, dtype: torch.dtype, row_major: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor,
+    dtype: torch.dtype,
+    row_major: bool,
+    transposed: bool,
+    sums_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantise `x` [R, C] with one scale; see `ops.quantize_tensorwise`."""
     # amax() keeps a NaN and raises for an empty tensor.
     amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
@@ -49,7 +53,10 @@ def quantize_tensorwise(
     # clone, not contiguous(): of one row that would alias `q`, which operators must not return.
     q_t = q.t().clone(memory_format=torch.contiguous_format) if transposed else nothing
     written_out = scale.reciprocal().repeat(max(padded(rows), padded(cols), PAD))
-    return q if row_major else nothing.clone(), q_t, written_out
+    sums = x.new_empty(0, dtype=torch.float32)
+    if sums_dtype is not None:
+        sums = x.sum(0, dtype=torch.float32).to(sums_dtype)
+    return q if row_major else nothing.clone(), q_t, written_out, sums
 
 
 def gemm_nt(

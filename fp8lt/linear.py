@@ -3,7 +3,7 @@
     y  = x  @ w.T + b   x, w: e4m3    [M, K] @ [N, K].T          fast accumulation
     dx = dy @ w         dy:   e5m2    [M, N] @ [K, N].T   (w_t)
     dw = dy.T @ x                     [N, M] @ [K, M].T   (dy_t, x_t)
-    db = dy.sum(0)      from the unquantised dy, in f32
+    db = dy.sum(0)      from the unquantised dy, in f32, while it is quantised
 
 Every GEMM is the K-major form, so each tensor is quantised once, into the layouts that its GEMMs
 need. Forward keeps FP8 copies only (x_t, w_t and their scales: a byte per element instead of two or
@@ -59,10 +59,22 @@ def linear(
         tensor([[1.0000, 2.0000, 3.0000, 3.0000],
                 [1.0000, 2.0000, 3.0000, 3.0000]])
     """
-    recipe = resolve(recipe)
-    _check(x, w, bias, out_dtype)
     if w_quantized is not None:
+        _check(x, w, bias, out_dtype)
         _check_quantized(w_quantized, x, w)
+    return run(x, w, bias, w_quantized, resolve(recipe), out_dtype)
+
+
+def run(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    w_quantized: ops.Quantized | None,
+    recipe: Recipe,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Do what `linear` does, with a `w_quantized` that is known to fit."""
+    _check(x, w, bias, out_dtype)
     _refuse_forward_mode(x, w, bias)
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # autocast raises for meta
@@ -197,8 +209,12 @@ class _Linear(torch.autograd.Function):
         if need_x or need_w:
             dyq = ops.quantize_tensorwise(
                 dy, recipe.backward_dtype(device.formats(dy.device)),
-                row_major=need_x, transposed=need_w, emulated=emulated,
+                row_major=need_x, transposed=need_w,
+                sums_dtype=bias_dtype if need_bias else None, emulated=emulated,
             )  # fmt: skip
+            db = dyq.sums if need_bias else None
+        elif need_bias:
+            db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
         if need_x:
             dx = ops.gemm_nt(
                 dyq.data, w_t, dyq.scale_inv, w_scale_inv, m, k, out_dtype=x_dtype,
@@ -209,8 +225,6 @@ class _Linear(torch.autograd.Function):
                 dyq.data_t, x_t, dyq.scale_inv, x_scale_inv, n, k, out_dtype=w_dtype,
                 fast_accum=recipe.fast_accum_grad_weight, emulated=emulated,
             )  # fmt: skip
-        if need_bias:
-            db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, dw, db, None, None, None, None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .linear import linear, quantize_weight
+from .linear import quantize_weight, run
 from .ops import Quantized
 from .recipe import Float8LinearConfig, Recipe, resolve
 
@@ -54,9 +54,11 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if self._fp8_disabled:
             return self._plain_forward(input)
-        cache = None if torch.compiler.is_compiling() else self._weight_cache
-        w_quantized = None if cache is None else cache.get(self.weight, self.recipe, input)
-        return linear(input, self.weight, self.bias, recipe=self.recipe, w_quantized=w_quantized)
+        weight, w_quantized = self.weight, None
+        if self._weight_cache is not None and not torch.compiler.is_compiling():
+            transposed = torch.is_grad_enabled() and input.requires_grad
+            w_quantized = self._weight_cache.get(weight, self.recipe, transposed)
+        return run(input, weight, self.bias, w_quantized, self.recipe)
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         if self._plain_class is nn.Linear:
@@ -213,7 +215,7 @@ class _WeightCache:
     # of one that is computed for each call (a parametrization) would soon be another's.
     _held: tuple[Tensor, tuple[object, ...], Quantized] | None = None
 
-    def get(self, weight: Tensor, recipe: Recipe, input: Tensor) -> Quantized | None:
+    def get(self, weight: Tensor, recipe: Recipe, transposed: bool) -> Quantized | None:
         """Return `weight` quantised, or None where that must not be kept.
 
         Not where a change of it could not be seen, nor while a CUDA graph is captured: its memory
@@ -225,12 +227,12 @@ class _WeightCache:
         if weight.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 return None
-            stream = torch.cuda.current_stream(weight.device).cuda_stream
+            # torch.cuda.current_stream makes an object, which takes as long as a kernel launch.
+            stream = torch._C._cuda_getCurrentRawStream(weight.get_device())
         key = (weight.data_ptr(), weight._version, weight.dtype, weight.shape, stream)
-        transposed = torch.is_grad_enabled() and input.requires_grad
         if self._held is not None:
             of_weight, of_key, held = self._held
-            complete = bool(held.data_t.numel()) or not transposed
+            complete = not transposed or bool(held.data_t.numel())
             if of_weight is weight and of_key == key and complete:
                 return held
         quantized = quantize_weight(weight, recipe=recipe, transposed=transposed)

@@ -2,7 +2,8 @@
 
 Two families, defined here once for every backend (`torch.ops.fp8lt.*`):
 
-    quantize_*   one real matrix x [R, C] -> FP8 copies, row-major and transposed, and scale_inv
+    quantize_*   one real matrix x [R, C] -> FP8 copies, row-major and transposed, and scale_inv;
+                 on the side the sums of x's columns, since it is read anyway
     gemm_nt      a [m, K] @ b [n, K].T, both K-major, on FP8 copies: the only GEMM there is
 
 **Padding** is settled here and nowhere else. An FP8 copy has both dimensions rounded up to a
@@ -31,8 +32,8 @@ _E5M2 = (device.OCP.e5m2, device.FNUZ.e5m2)
 
 _library = torch.library.Library("fp8lt", "DEF")
 _library.define(
-    "quantize_tensorwise(Tensor x, ScalarType dtype, bool row_major, bool transposed)"
-    " -> (Tensor data, Tensor data_t, Tensor scale_inv)",
+    "quantize_tensorwise(Tensor x, ScalarType dtype, bool row_major, bool transposed,"
+    " ScalarType? sums_dtype=None) -> (Tensor data, Tensor data_t, Tensor scale_inv, Tensor sums)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
@@ -55,6 +56,7 @@ class Quantized(NamedTuple):
     data: Tensor  # [padded R, padded C] fp8
     data_t: Tensor  # [padded C, padded R] fp8
     scale_inv: Tensor  # [S] f32: real = data * scale_inv[0]
+    sums: Tensor  # [C] sums of the unquantised columns; [0] if not asked for
 
     # S = max(padded R, padded C): the one number is written out for every row of either copy, since
     # cuBLASLt's best kernel for a large GEMM wants a scale per row.
@@ -66,17 +68,19 @@ def quantize_tensorwise(
     *,
     row_major: bool = True,
     transposed: bool = True,
+    sums_dtype: torch.dtype | None = None,
     emulated: bool = False,
 ) -> Quantized:
     """Quantise a matrix with one scale, from its own amax, into the layouts asked for.
 
-        scale = FP8_MAX / max(amax, 1e-12)      data = saturate(x * scale)
+        scale = FP8_MAX / max(amax, 1e-12)      data = saturate(x * scale)      sums = x.sum(0)
 
     x: [R, C] bf16, f16 or f32, any strides. dtype: an FP8 dtype.
+    sums_dtype: bf16, f16 or f32, what the f32 sums are rounded to; None: they are not wanted.
     A NaN or Inf in x makes `scale_inv`, and with it every product, non-finite.
     """
     call = emulate.quantize_tensorwise if emulated else torch.ops.fp8lt.quantize_tensorwise.default
-    return Quantized(*call(x, dtype, row_major, transposed))
+    return Quantized(*call(x, dtype, row_major, transposed, sums_dtype))
 
 
 def gemm_nt(
@@ -149,10 +153,11 @@ def linear(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Run `linear.py`'s autograd function in the extension: the same, with less host time."""
-    formats = device.formats(x.device)
-    y: Tensor = torch.ops.fp8lt.linear.default(
-        x, w, bias, *(w_quantized or (None, None, None)),
-        recipe.forward_dtype(formats), recipe.backward_dtype(formats), out_dtype,
+    native = build.module()
+    call = torch.ops.fp8lt.linear.default if native is None else native.linear
+    y: Tensor = call(
+        x, w, bias, *(w_quantized[:3] if w_quantized else (None, None, None)),
+        recipe.forward_dtype(device.OCP), recipe.backward_dtype(device.OCP), out_dtype,
         recipe.fast_accum_output, recipe.fast_accum_grad_input, recipe.fast_accum_grad_weight,
     )  # fmt: skip
     return y
@@ -166,13 +171,15 @@ backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 # ------------------------------------------------------------------- checks, CPU kernels, fakes
 
 
-def _check_quantize(x: Tensor, dtype: torch.dtype) -> None:
+def _check_quantize(x: Tensor, dtype: torch.dtype, sums_dtype: torch.dtype | None) -> None:
     if x.dim() != 2:
         raise RuntimeError(f"fp8lt: want x [R, C], got {list(x.shape)}")
     if x.dtype not in REAL_DTYPES:
         raise RuntimeError(f"fp8lt: want x of float32, float16 or bfloat16, got {x.dtype}")
     if dtype not in FP8_DTYPES:
         raise RuntimeError(f"fp8lt: want dtype float8_e4m3fn or float8_e5m2, got {dtype}")
+    if sums_dtype is not None and sums_dtype not in REAL_DTYPES:
+        raise RuntimeError(f"fp8lt: want sums_dtype float32, float16 or bfloat16, got {sums_dtype}")
 
 
 def _check_gemm(
@@ -224,22 +231,31 @@ def _check_epilogue(bias: Tensor, n: int, out_dtype: torch.dtype) -> None:
 
 @torch.library.impl(_library, "quantize_tensorwise", "CPU")
 def _quantize_tensorwise_cpu(
-    x: Tensor, dtype: torch.dtype, row_major: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_quantize(x, dtype)
-    return emulate.quantize_tensorwise(x, dtype, row_major, transposed)
+    x: Tensor,
+    dtype: torch.dtype,
+    row_major: bool,
+    transposed: bool,
+    sums_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_quantize(x, dtype, sums_dtype)
+    return emulate.quantize_tensorwise(x, dtype, row_major, transposed, sums_dtype)
 
 
 @torch.library.register_fake("fp8lt::quantize_tensorwise", lib=_library)
 def _quantize_tensorwise_fake(
-    x: Tensor, dtype: torch.dtype, row_major: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_quantize(x, dtype)
+    x: Tensor,
+    dtype: torch.dtype,
+    row_major: bool,
+    transposed: bool,
+    sums_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_quantize(x, dtype, sums_dtype)
     rows, cols = padded(x.shape[0]), padded(x.shape[1])
     return (
         x.new_empty((rows, cols) if row_major else (0, 0), dtype=dtype),
         x.new_empty((cols, rows) if transposed else (0, 0), dtype=dtype),
         x.new_empty(torch.sym_max(torch.sym_max(rows, cols), PAD), dtype=torch.float32),
+        x.new_empty(0 if sums_dtype is None else x.shape[1], dtype=sums_dtype or torch.float32),
     )
 
 

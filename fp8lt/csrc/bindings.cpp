@@ -3,18 +3,23 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/_unsafe_view.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "gemm.h"
+#include "kernels.h"
 #include "quantize.h"
 
 namespace fp8lt {
@@ -23,13 +28,13 @@ namespace {
 using at::ScalarType;
 using at::Tensor;
 
-RealType real_type(const Tensor& x) {
-  switch (x.scalar_type()) {
+RealType real_type(ScalarType type) {
+  switch (type) {
     case ScalarType::Float: return RealType::kFloat32;
     case ScalarType::Half: return RealType::kFloat16;
     case ScalarType::BFloat16: return RealType::kBFloat16;
     default:
-      TORCH_CHECK(false, "fp8lt: want x of float32, float16 or bfloat16, got ", x.scalar_type());
+      TORCH_CHECK(false, "fp8lt: want x of float32, float16 or bfloat16, got ", type);
   }
 }
 
@@ -57,6 +62,33 @@ Tensor aligned(const Tensor& t) {
 Tensor empty(at::IntArrayRef sizes, ScalarType dtype, c10::Device device) {
   return Tensor(at::detail::empty_cuda(sizes, dtype, device, std::nullopt));
 }
+
+// One allocation, cut into tensors.
+class Block {
+ public:
+  Block(size_t bytes, c10::Device device)
+      : whole_(empty({static_cast<int64_t>(bytes)}, ScalarType::Byte, device)) {}
+
+  // What a tensor takes of a block: its bytes, and those until the next may begin.
+  static size_t bytes_of(int64_t elements, ScalarType dtype) {
+    return (elements * at::elementSize(dtype) + kAlignment - 1) / kAlignment * kAlignment;
+  }
+
+  Tensor take(at::IntArrayRef sizes, ScalarType dtype) {
+    Tensor t = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(whole_.storage()), whole_.key_set(), c10::scalarTypeToTypeMeta(dtype));
+    auto* impl = t.unsafeGetTensorImpl();
+    impl->set_storage_offset(static_cast<int64_t>(used_ / at::elementSize(dtype)));
+    impl->set_sizes_contiguous(sizes);
+    used_ += bytes_of(impl->numel(), dtype);
+    return t;
+  }
+
+ private:
+  static constexpr size_t kAlignment = 256;  // what torch's allocator gives, too
+  Tensor whole_;
+  size_t used_ = 0;
+};
 
 void check_launch(cudaError_t status, const char* what) {
   if (status != cudaSuccess) cudaGetLastError();  // or torch's next check would report it again
@@ -92,38 +124,70 @@ bool is_capturing(const c10::cuda::CUDAStream& stream) {
 // The scratch memory for one launch on a stream; the next launch there may have the same.
 struct Workspace {
   void* pointer = nullptr;
-  Tensor borrowed;  // inside a capture: the graph's own, from its pool
+  Tensor borrowed;  // inside a capture: the graph's own, from its pool; or larger than the usual
 
-  explicit Workspace(const c10::cuda::CUDAStream& stream) {
-    if (!is_capturing(stream)) pointer = persistent_workspace(stream);
+  Workspace(const c10::cuda::CUDAStream& stream, size_t bytes) {
+    if (bytes <= kWorkspaceBytes && !is_capturing(stream)) pointer = persistent_workspace(stream);
     if (pointer == nullptr) {
-      borrowed = empty({static_cast<int64_t>(kWorkspaceBytes)}, ScalarType::Byte, stream.device());
+      borrowed = empty({static_cast<int64_t>(bytes)}, ScalarType::Byte, stream.device());
       pointer = borrowed.mutable_data_ptr();
     }
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> quantize_tensorwise_cuda(const Tensor& x, ScalarType dtype,
-                                                            bool row_major, bool transposed) {
-  TORCH_CHECK(x.dim() == 2, "fp8lt: want x [R, C], got ", x.sizes());
+bool is_real(ScalarType type) {
+  return type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
+}
+
+// The memory of a quantise.
+Quantized allocate(int64_t rows, int64_t cols, ScalarType dtype, bool row_major, bool transposed,
+                   Memory memory, c10::Device device) {
+  const int64_t padded_rows = padded(rows), padded_cols = padded(cols);
+  const int64_t scales = std::max({padded_rows, padded_cols, kPad});
+  using Sizes = std::array<int64_t, 2>;
+  const Sizes nothing{0, 0}, data = row_major ? Sizes{padded_rows, padded_cols} : nothing,
+                             data_t = transposed ? Sizes{padded_cols, padded_rows} : nothing;
+  if (memory == Memory::kApart) {
+    return {empty(data, dtype, device), empty(data_t, dtype, device),
+            empty({scales}, ScalarType::Float, device), Tensor()};
+  }
+  const bool alone = memory == Memory::kKept && transposed;
+  const size_t copy = Block::bytes_of(padded_rows * padded_cols, dtype);
+  Block block(copy * ((row_major && !alone) + transposed) +
+                  Block::bytes_of(scales, ScalarType::Float), device);
+  Tensor first = alone ? empty(data, dtype, device) : block.take(data, dtype);
+  Tensor second = block.take(data_t, dtype);
+  return {std::move(first), std::move(second), block.take({scales}, ScalarType::Float), Tensor()};
+}
+
+}  // namespace
+
+Quantized quantize_tensorwise_cuda(const Tensor& x, ScalarType dtype, bool row_major,
+                                   bool transposed, std::optional<ScalarType> sums_dtype,
+                                   Memory memory) {
   TORCH_CHECK(is_fp8(dtype), "fp8lt: want dtype float8_e4m3fn or float8_e5m2, got ", dtype);
+  TORCH_CHECK(!sums_dtype.has_value() || is_real(*sums_dtype),
+              "fp8lt: want sums_dtype float32, float16 or bfloat16, got ",
+              sums_dtype.value_or(ScalarType::Undefined));
   const c10::cuda::CUDAGuard guard(x.device());
   const Tensor input = x.contiguous();
-  const int64_t rows = x.size(0), cols = x.size(1);
-  const int64_t padded_rows = padded(rows), padded_cols = padded(cols);
-  const auto copy = [&](bool asked_for, int64_t outer, int64_t inner) {
-    return asked_for ? empty({outer, inner}, dtype, x.device()) : empty({0, 0}, dtype, x.device());
-  };
-  Tensor data = copy(row_major, padded_rows, padded_cols);
-  Tensor data_t = copy(transposed, padded_cols, padded_rows);
-  Tensor scale_inv =
-      empty({std::max({padded_rows, padded_cols, kPad})}, ScalarType::Float, x.device());
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  const Workspace workspace(stream);
+  const int64_t cols = x.size(-1);
+  const int64_t rows = c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1);
+  Quantized result = allocate(rows, cols, dtype, row_major, transposed, memory, x.device());
+  auto& [data, data_t, scale_inv, sums] = result;
+  bool fused_sums = false;
+  if (sums_dtype.has_value()) {
+    fused_sums = rows > 0 && quantize_has_sums(x.get_device());
+    sums = fused_sums ? empty({cols}, *sums_dtype, x.device())
+                      : at::sum(input.view({rows, cols}), {0}, false, ScalarType::Float)
+                            .to(*sums_dtype);
+  } else if (memory == Memory::kApart) {
+    sums = empty({0}, ScalarType::Float, x.device());
+  }
 
   QuantizeTensorwise q{};
   q.x = input.const_data_ptr();
-  q.real = real_type(x);
+  q.real = real_type(x.scalar_type());
   q.fp8 = dtype == ScalarType::Float8_e4m3fn ? Fp8Type::kE4M3 : Fp8Type::kE5M2;
   q.rows = rows;
   q.cols = cols;
@@ -131,10 +195,18 @@ std::tuple<Tensor, Tensor, Tensor> quantize_tensorwise_cuda(const Tensor& x, Sca
   q.data_t = transposed ? data_t.mutable_data_ptr() : nullptr;
   q.scale_inv = scale_inv.mutable_data_ptr<float>();
   q.scale_count = scale_inv.numel();
-  q.scratch = static_cast<float*>(workspace.pointer);
+  if (fused_sums) {
+    q.sums = sums.mutable_data_ptr();
+    q.sums_type = real_type(*sums_dtype);
+  }
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const Workspace workspace(stream, quantize_scratch_bytes(q));
+  q.scratch = workspace.pointer;
   check_launch(quantize_tensorwise(q, stream), "quantize_tensorwise");
-  return {data, data_t, scale_inv};
+  return result;
 }
+
+namespace {
 
 void check_operand(const char* name, const Tensor& t, int64_t rows, const Tensor& a) {
   TORCH_CHECK(is_fp8(t.scalar_type()), "fp8lt: want ", name, " in an FP8 dtype, got ",
@@ -157,8 +229,7 @@ void check_types(ScalarType a, ScalarType b, ScalarType out, const std::optional
   TORCH_CHECK(a != ScalarType::Float8_e5m2 || b != ScalarType::Float8_e5m2,
               "fp8lt: float8_e5m2 @ float8_e5m2 does not exist in hardware: one of a and b must be "
               "float8_e4m3fn");
-  TORCH_CHECK(out == ScalarType::Float || out == ScalarType::Half || out == ScalarType::BFloat16,
-              "fp8lt: want out_dtype float32, float16 or bfloat16, got ", out);
+  TORCH_CHECK(is_real(out), "fp8lt: want out_dtype float32, float16 or bfloat16, got ", out);
   if (!bias.has_value()) return;
   const ScalarType want = out == ScalarType::Float ? ScalarType::BFloat16 : out;
   TORCH_CHECK(bias->scalar_type() == want, "fp8lt: the epilogue adds a ", want, " bias to ", out,
@@ -168,9 +239,12 @@ void check_types(ScalarType a, ScalarType b, ScalarType out, const std::optional
               bias->device());
 }
 
+}  // namespace
+
 Tensor gemm_nt_cuda(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
-                    const Tensor& b_scale_inv, int64_t m, int64_t n,
+                    const Tensor& b_scale_inv, at::IntArrayRef sizes,
                     const std::optional<Tensor>& bias, ScalarType out_dtype, bool fast_accum) {
+  const int64_t m = c10::multiply_integers(sizes.begin(), sizes.end() - 1), n = sizes.back();
   check_operand("a", a, m, a);
   check_operand("b", b, n, a);
   check_scale("a_scale_inv", a_scale_inv, a);
@@ -178,16 +252,16 @@ Tensor gemm_nt_cuda(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
   check_types(a.scalar_type(), b.scalar_type(), out_dtype, bias, a, n);
   const c10::cuda::CUDAGuard guard(a.device());
   const int64_t k = a.size(1);
-  if (m == 0 || n == 0) return empty({m, n}, out_dtype, a.device());
+  if (m == 0 || n == 0) return empty(sizes, out_dtype, a.device());
   if (k == 0) {
-    Tensor d = at::zeros({m, n}, a.options().dtype(out_dtype));
+    Tensor d = at::zeros(sizes, a.options().dtype(out_dtype));
     return bias.has_value() ? d.add_(*bias) : d;
   }
 
   // A row of d must be a multiple of 16 bytes. b has the rows for it; the excess is cut off.
   const bool ragged = n * at::elementSize(out_dtype) % 16 != 0;
   const int64_t lt_n = ragged ? padded(n) : n;
-  Tensor d = empty({m, lt_n}, out_dtype, a.device());
+  Tensor d = ragged ? empty({m, lt_n}, out_dtype, a.device()) : empty(sizes, out_dtype, a.device());
   Tensor lt_bias;
   if (bias.has_value() && ragged) {
     lt_bias = at::zeros({lt_n}, bias->options());
@@ -215,8 +289,22 @@ Tensor gemm_nt_cuda(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
   problem.d = d.mutable_data_ptr();
   const auto stream = c10::cuda::getCurrentCUDAStream();
   problem.vector_scales = lt_a_scale.numel() >= m && lt_b_scale.numel() >= lt_n;
-  gemm_nt(problem, Workspace(stream).pointer, stream);
-  return ragged ? d.narrow(1, 0, n).contiguous() : d;
+  gemm_nt(problem, Workspace(stream, kWorkspaceBytes).pointer, stream);
+  return ragged ? at::_unsafe_view(d.narrow(1, 0, n).contiguous(), sizes) : d;
+}
+
+namespace {
+
+Quantized quantize_tensorwise_op(const Tensor& x, ScalarType dtype, bool row_major, bool transposed,
+                              std::optional<ScalarType> sums_dtype) {
+  TORCH_CHECK(x.dim() == 2, "fp8lt: want x [R, C], got ", x.sizes());
+  return quantize_tensorwise_cuda(x, dtype, row_major, transposed, sums_dtype, Memory::kApart);
+}
+
+Tensor gemm_nt_op(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
+               const Tensor& b_scale_inv, int64_t m, int64_t n, const std::optional<Tensor>& bias,
+               ScalarType out_dtype, bool fast_accum) {
+  return gemm_nt_cuda(a, b, a_scale_inv, b_scale_inv, {m, n}, bias, out_dtype, fast_accum);
 }
 
 // What was compiled against and what is loaded: build.py compares them.
@@ -227,8 +315,8 @@ std::tuple<int64_t, int64_t> cublaslt_versions() {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) {
-  m.impl("quantize_tensorwise", TORCH_FN(quantize_tensorwise_cuda));
-  m.impl("gemm_nt", TORCH_FN(gemm_nt_cuda));
+  m.impl("quantize_tensorwise", TORCH_FN(quantize_tensorwise_op));
+  m.impl("gemm_nt", TORCH_FN(gemm_nt_op));
 }
 TORCH_LIBRARY_IMPL(fp8lt, CompositeExplicitAutograd, m) {
   m.impl("cublaslt_versions", TORCH_FN(cublaslt_versions));

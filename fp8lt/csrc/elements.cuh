@@ -1,4 +1,5 @@
-// What a kernel does with one element: magnitudes, conversion to FP8, and the scale of a tensor.
+// What every kernel shares: a block and its share of the work; and what is done with one element:
+// magnitudes, conversion to FP8, the scale of a tensor.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,6 +12,14 @@
 
 namespace fp8lt {
 
+constexpr int kThreads = 512;  // of a block, in all kernels
+constexpr int kWarps = kThreads / 32;
+
+// The blocks among which the work is divided, and this one.
+struct Share {
+  uint32_t block, blocks;
+};
+
 // Magnitudes are compared as integers: with the sign bit cleared, the bits of a float order as its
 // value does, and a NaN is larger than everything. So NaN survives, and there is no rounding.
 
@@ -19,12 +28,14 @@ struct Bits;
 template <>
 struct Bits<float> {
   static constexpr uint32_t kMagnitude = 0x7fffffffu;
+  static __device__ uint32_t of(float value) { return __float_as_uint(value); }
   static __device__ uint32_t max(uint32_t a, uint32_t b) { return ::max(a, b); }
   static __device__ float widest(uint32_t a) { return __uint_as_float(a); }
 };
 template <>
 struct Bits<__nv_bfloat16> {  // two to a word
   static constexpr uint32_t kMagnitude = 0x7fff7fffu;
+  static __device__ uint32_t of(__nv_bfloat16 value) { return __bfloat16_as_ushort(value); }
   static __device__ uint32_t max(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
   static __device__ float widest(uint32_t a) {
     return __uint_as_float(::max(a & 0xffffu, a >> 16) << 16);
@@ -33,6 +44,7 @@ struct Bits<__nv_bfloat16> {  // two to a word
 template <>
 struct Bits<__half> {
   static constexpr uint32_t kMagnitude = 0x7fff7fffu;
+  static __device__ uint32_t of(__half value) { return __half_as_ushort(value); }
   static __device__ uint32_t max(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
   static __device__ float widest(uint32_t a) {
     const uint16_t bits = static_cast<uint16_t>(::max(a & 0xffffu, a >> 16));

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace fp8lt {
@@ -25,10 +26,15 @@ struct QuantizeTensorwise {
   void* data_t;         // [padded(cols), padded(rows)] or null: not asked for
   float* scale_inv;     // [scale_count] the one number, real = fp8 * scale_inv, written out
   int64_t scale_count;
-  float* scratch;       // kQuantizeScratch floats, of no other use until the kernel ends
+  void* sums;           // [cols] of x's columns, or null: not asked for; rows > 0
+  RealType sums_type;   // what they are rounded to
+  void* scratch;        // quantize_scratch_bytes, 16-byte aligned, of no other use until the end
 };
 
-constexpr int kQuantizeScratch = 1024;  // one per block of a launch
+// Whether a GPU has the shared memory that `sums` takes.
+bool quantize_has_sums(int device);
+
+size_t quantize_scratch_bytes(const QuantizeTensorwise& q);
 
 cudaError_t quantize_tensorwise(const QuantizeTensorwise& q, cudaStream_t stream);
 

@@ -1,0 +1,134 @@
+// A block's share of a cast: tiles, where columns matter, or rows alone.
+#pragma once
+
+#include "column_sums.cuh"
+#include "tiles.cuh"
+
+namespace fp8lt {
+
+// What a block of a cast has in shared memory.
+struct Shared {
+  uint4* places;        // [kFetchBytes / 16]
+  uint32_t* transpose;  // [2][kTransposeBytes / 4]: one is written while the other is read
+  float* sums;          // [2][kSumsBytes / 4], where sums are asked for
+};
+constexpr int kSharedBytes = kFetchBytes + 2 * kTransposeBytes;
+constexpr int kSharedBytesSums = kSharedBytes + 2 * kSumsBytes;
+constexpr int kStaticSharedBytes = 1 << 10;  // at most
+
+__device__ inline Shared shared_memory() {
+  extern __shared__ uint4 shared[];
+  uint32_t* transpose = reinterpret_cast<uint32_t*>(shared + kFetchBytes / 16);
+  return {shared, transpose, reinterpret_cast<float*>(transpose + 2 * kTransposeBytes / 4)};
+}
+
+// This block's tiles, from the last to the first.
+struct Walk {
+  uint32_t first, step;
+  int count;
+
+  __device__ Walk(uint32_t tiles, Share share)
+      : first(tiles - 1 - share.block),
+        step(share.blocks),
+        count(static_cast<int>((tiles - share.block + share.blocks - 1) / share.blocks)) {}
+  __device__ uint32_t tile(int i) const { return first - i * step; }
+};
+
+template <typename T>
+__device__ void fetch_next(const QuantizeTensorwise& q, const Grid& grid, const Walk& walk, int i,
+                           const Shared& shared) {
+  if (i < walk.count) {
+    fetch<T>(q, grid, walk.tile(i), shared.places + i % kPlaces<T> * (kTileBytes<T> / 16));
+  }
+  __pipeline_commit();  // also of nothing: waiting counts them
+}
+
+// Needs no scale, so it is done while that is still computed.
+template <typename T>
+__device__ void fetch_first(const QuantizeTensorwise& q, const Grid& grid, const Walk& walk,
+                            const Shared& shared) {
+  for (int i = 0; i < kPlaces<T>; ++i) fetch_next<T>(q, grid, walk, i, shared);
+}
+
+template <typename T, Fp8Type kType>
+__device__ void cast_tiles(const QuantizeTensorwise& q, const Grid& grid, const Walk& walk,
+                           const Shared& shared, float* tile_sums, float scale) {
+  for (int i = 0; i < walk.count; ++i) {
+    uint32_t* transpose = shared.transpose + i % 2 * (kTransposeBytes / 4);
+    float* sums = shared.sums + i % 2 * (kSumsBytes / 4);
+    const uint32_t tile = walk.tile(i);
+    const Patch<T> patch = receive<T>(shared.places + i % kPlaces<T> * (kTileBytes<T> / 16));
+    fetch_next<T>(q, grid, walk, i + kPlaces<T>, shared);
+    if (q.sums != nullptr) sum_patch(patch, sums);
+    const Place at = place_of(q, grid, tile);
+    cast_patch<T, kType>(q, patch, at, scale, transpose);
+    __syncthreads();
+    if (q.data_t != nullptr) store_columns(q, at, transpose);
+    if (q.sums != nullptr) sum_tile(tile, sums, tile_sums);
+  }
+}
+
+// The row-major copy alone, which needs no tiles: eight columns a thread, a few times.
+template <typename T, Fp8Type kType>
+__device__ void cast_rows(QuantizeTensorwise q, const Grid& grid, Share share, float scale) {
+  constexpr int kUnroll = 4 / kLines<T>;  // loads on the way at the same time
+  constexpr int64_t kStep = kThreads * kUnroll;
+  const int64_t across = padded(q.cols) / kPatchCols, count = padded(q.rows) * across;
+  const bool flat = q.cols % kPad == 0;  // then the rows are one, with all padding at its end
+  if (flat) {
+    q.cols *= q.rows;
+    q.rows = 1;
+  }
+  const int64_t steps = (count + kStep - 1) / kStep;
+  for (int64_t step = steps - 1 - share.block; step >= 0; step -= share.blocks) {
+    uint4 lines[kUnroll][kLines<T>];
+    const auto index = [&](int u) { return step * kStep + u * kThreads + threadIdx.x; };
+    const auto row = [&](int u) { return flat ? 0 : index(u) / across; };
+    const auto col = [&](int u) { return (index(u) - row(u) * across) * kPatchCols; };
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (is_whole_line(q, grid, row(u), col(u))) {
+        const uint4* from = reinterpret_cast<const uint4*>(element<T>(q, row(u), col(u)));
+#pragma unroll
+        for (int l = 0; l < kLines<T>; ++l) lines[u][l] = __ldg(from + l);
+      } else {
+        load_ragged<T>(q, row(u), col(u), lines[u]);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (index(u) >= count) break;
+      const bool interior = row(u) < q.rows && col(u) + kPatchCols <= q.cols;
+      const uint2 fp8 = cast_line<T, kType>(q, lines[u], row(u), col(u), interior, scale);
+      static_cast<uint2*>(q.data)[index(u)] = fp8;
+    }
+  }
+}
+
+__device__ inline void write_scale_inv(const QuantizeTensorwise& q, Share share, float scale) {
+  const float scale_inv = __frcp_rn(scale);
+  const int64_t threads = static_cast<int64_t>(share.blocks) * kThreads;
+  for (int64_t i = static_cast<int64_t>(share.block) * kThreads + threadIdx.x; i < q.scale_count;
+       i += threads) {
+    q.scale_inv[i] = scale_inv;
+  }
+}
+
+__host__ __device__ inline bool needs_tiles(const QuantizeTensorwise& q) {
+  return q.data_t != nullptr || q.sums != nullptr;
+}
+
+// With the bits of amax known, in every thread.
+template <typename T, Fp8Type kType>
+__device__ void cast(const QuantizeTensorwise& q, const Grid& grid, Share share, const Walk& walk,
+                     const Shared& shared, float* tile_sums, uint32_t amax_bits) {
+  const float scale = scale_of<kType>(__uint_as_float(amax_bits));
+  write_scale_inv(q, share, scale);
+  if (needs_tiles(q)) {
+    cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, scale);
+  } else if (q.data != nullptr) {
+    cast_rows<T, kType>(q, grid, share, scale);
+  }
+}
+
+}  // namespace fp8lt

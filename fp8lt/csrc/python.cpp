@@ -1,0 +1,73 @@
+// The layer as a Python function. A call through torch.ops converts each of its twelve arguments by
+// the operator's schema, which takes longer than a kernel launch; a call by Python's own protocol
+// does not. Where Python's headers are not installed there is none, and torch.ops serves.
+
+#if __has_include(<Python.h>)
+
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "linear.h"
+
+namespace fp8lt {
+namespace {
+
+constexpr Py_ssize_t kArguments = 12;
+
+const at::Tensor& tensor(PyObject* argument) {
+  TORCH_CHECK_TYPE(THPVariable_Check(argument), "fp8lt: want a tensor, got ",
+                   Py_TYPE(argument)->tp_name);
+  return THPVariable_Unpack(argument);
+}
+
+std::optional<at::Tensor> optional_tensor(PyObject* argument) {
+  if (argument == Py_None) return std::nullopt;
+  return tensor(argument);
+}
+
+at::ScalarType dtype(PyObject* argument) {
+  TORCH_CHECK_TYPE(THPDtype_Check(argument), "fp8lt: want a torch.dtype, got ",
+                   Py_TYPE(argument)->tp_name);
+  return reinterpret_cast<THPDtype*>(argument)->scalar_type;
+}
+
+bool flag(PyObject* argument) {
+  TORCH_CHECK_TYPE(PyBool_Check(argument), "fp8lt: want a bool, got ",
+                   Py_TYPE(argument)->tp_name);
+  return argument == Py_True;
+}
+
+PyObject* call_linear(PyObject* /*module*/, PyObject* const* a, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == kArguments, "fp8lt: want ", kArguments, " arguments, got ", count);
+  const at::Tensor &x = tensor(a[0]), &w = tensor(a[1]);
+  const auto bias = optional_tensor(a[2]), w_data = optional_tensor(a[3]),
+             w_data_t = optional_tensor(a[4]), w_scale_inv = optional_tensor(a[5]);
+  const auto forward_fp8 = dtype(a[6]), backward_fp8 = dtype(a[7]), out_dtype = dtype(a[8]);
+  const bool fast_output = flag(a[9]), fast_grad_input = flag(a[10]),
+             fast_grad_weight = flag(a[11]);
+  at::Tensor y;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    y = linear(x, w, bias, w_data, w_data_t, w_scale_inv, forward_fp8, backward_fp8, out_dtype,
+               fast_output, fast_grad_input, fast_grad_weight);
+  }
+  return THPVariable_Wrap(std::move(y));
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef methods[] = {
+    {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_linear)),
+     METH_FASTCALL, "torch.ops.fp8lt.linear with less host time; positional arguments only"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "fp8lt_native", nullptr, -1, methods};
+
+}  // namespace
+}  // namespace fp8lt
+
+PyMODINIT_FUNC PyInit_fp8lt_native() { return PyModule_Create(&fp8lt::module); }
+
+#endif

@@ -1,0 +1,228 @@
+// Tiles of a matrix on their way to FP8: fetched ahead of time, cast, stored in both layouts.
+//
+// A tile is 128 x 128. A thread owns a patch of 4 rows x 8 columns of it: the 8 columns are one
+// 8-byte store of the row-major copy, the 4 rows one 4-byte word of the transposed copy, which goes
+// through shared memory so that its rows leave as whole 128-byte lines too.
+#pragma once
+
+#include <cuda_pipeline.h>
+
+#include "elements.cuh"
+
+namespace fp8lt {
+
+constexpr int kTile = 128;
+constexpr int kPatchRows = 4;
+constexpr int kPatchCols = 8;
+constexpr int kPatchesAcross = kTile / kPatchCols;
+static_assert(kTile / kPatchRows * kPatchesAcross == kThreads, "one patch per thread");
+constexpr int kWords = kTile / 4;               // of a transposed row
+constexpr int kTransposeBytes = kTile * kTile;  // the FP8 tile on its way to data_t
+
+template <typename T>
+constexpr int kTileBytes = kTile * kTile * sizeof(T);
+template <typename T>
+constexpr int kLines = kPatchCols * sizeof(T) / 16;  // 16-byte pieces of a patch's row
+
+// Tiles of an f32 matrix are twice as large, so one is on its way where two of 16 bits are.
+constexpr int kFetchBytes = 64 << 10;
+template <typename T>
+constexpr int kPlaces = kFetchBytes / kTileBytes<T>;
+
+// A patch as it lies in memory.
+template <typename T>
+struct Patch {
+  uint4 lines[kPatchRows][kLines<T>];
+};
+
+// Division by a number known on the host: the hardware has none for integers, and every thread
+// divides. Exact below 2^31 (Granlund and Montgomery, "Division by invariant integers", 1994).
+struct Divider {
+  uint32_t divisor, multiplier, shift;
+
+  explicit Divider(uint32_t d) : divisor(d), multiplier(0), shift(0) {
+    while (shift < 31 && (uint32_t{1} << shift) < d) ++shift;
+    if (d != 0) multiplier = static_cast<uint32_t>(((uint64_t{1} << 32 << shift) + d - 1) / d);
+  }
+  __device__ uint32_t divide(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
+};
+
+// Tiles are counted row by row.
+struct Grid {
+  uint32_t tiles;
+  Divider across;
+  bool aligned;  // every row of x begins on a 16-byte boundary
+};
+
+struct Place {
+  uint32_t down, across;  // of the tile, counted in tiles
+  int64_t row0, col0;     // of its first element
+  int64_t row, col;       // of this thread's patch
+  bool interior;          // the tile has no padding, and its rows are aligned
+};
+
+__device__ inline Place place_of(const QuantizeTensorwise& q, const Grid& grid, uint32_t tile) {
+  const uint32_t down = grid.across.divide(tile), across = tile - down * grid.across.divisor;
+  const int64_t row0 = static_cast<int64_t>(down) * kTile;
+  const int64_t col0 = static_cast<int64_t>(across) * kTile;
+  return {down,
+          across,
+          row0,
+          col0,
+          row0 + threadIdx.x / kPatchesAcross * kPatchRows,
+          col0 + threadIdx.x % kPatchesAcross * kPatchCols,
+          grid.aligned && row0 + kTile <= q.rows && col0 + kTile <= q.cols};
+}
+
+__device__ inline bool is_whole_line(const QuantizeTensorwise& q, const Grid& grid, int64_t row,
+                                     int64_t col) {
+  return grid.aligned && col + kPatchCols <= q.cols && row < q.rows;
+}
+
+template <typename T>
+__device__ const T* element(const QuantizeTensorwise& q, int64_t row, int64_t col) {
+  return static_cast<const T*>(q.x) + row * q.cols + col;
+}
+
+// Eight columns of a row where they are not all there or not aligned; zero outside.
+template <typename T>
+__device__ void load_ragged(const QuantizeTensorwise& q, int64_t row, int64_t col,
+                            uint4 (&lines)[kLines<T>]) {
+  alignas(16) T values[kPatchCols] = {};
+#pragma unroll
+  for (int j = 0; j < kPatchCols; ++j) {
+    if (row < q.rows && col + j < q.cols) values[j] = *element<T>(q, row, col + j);
+  }
+#pragma unroll
+  for (int i = 0; i < kLines<T>; ++i) lines[i] = reinterpret_cast<const uint4*>(values)[i];
+}
+
+// A place in shared memory holds a tile, each thread's patch apart: only that thread ever touches
+// it, so nobody waits for anybody.
+template <typename T>
+__device__ uint4* line_in(uint4* place, int r, int i) {
+  return place + (r * kLines<T> + i) * kThreads + threadIdx.x;
+}
+
+// Begin a copy of 16 bytes. An f32 thread reads halves of sectors, and its next line the others:
+// by way of L1 the sector comes once.
+template <typename T>
+__device__ void copy_async(uint4* to, const uint4* from) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  if constexpr (kLines<T> == 1) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+  }
+}
+
+// Begin to copy this thread's patch of `tile` into `place`; the caller commits.
+template <typename T>
+__device__ void fetch(const QuantizeTensorwise& q, const Grid& grid, uint32_t tile, uint4* place) {
+  const Place at = place_of(q, grid, tile);
+#pragma unroll
+  for (int r = 0; r < kPatchRows; ++r) {
+    if (at.interior || is_whole_line(q, grid, at.row + r, at.col)) {
+      const uint4* from = reinterpret_cast<const uint4*>(element<T>(q, at.row + r, at.col));
+#pragma unroll
+      for (int i = 0; i < kLines<T>; ++i) copy_async<T>(line_in<T>(place, r, i), from + i);
+    } else {
+      uint4 lines[kLines<T>];
+      load_ragged<T>(q, at.row + r, at.col, lines);
+#pragma unroll
+      for (int i = 0; i < kLines<T>; ++i) *line_in<T>(place, r, i) = lines[i];
+    }
+  }
+}
+
+// What arrived in `place`, when all but the latest kPlaces - 1 commits of this thread have.
+template <typename T>
+__device__ Patch<T> receive(uint4* place) {
+  __pipeline_wait_prior(kPlaces<T> - 1);
+  asm volatile("" ::: "memory");  // the wait alone does not keep the reads behind it
+  Patch<T> patch;
+#pragma unroll
+  for (int r = 0; r < kPatchRows; ++r) {
+#pragma unroll
+    for (int i = 0; i < kLines<T>; ++i) patch.lines[r][i] = *line_in<T>(place, r, i);
+  }
+  return patch;
+}
+
+// The bytes of four columns that are not padding, which is zero whatever the scale: 0 * NaN is not.
+__device__ inline uint32_t inside(int64_t row, int64_t col, int64_t rows, int64_t cols) {
+  const int64_t count = row < rows ? cols - col : 0;
+  return count >= 4 ? 0xffffffffu : count <= 0 ? 0u : (1u << 8 * count) - 1;
+}
+
+// Eight columns of a row in FP8.
+template <typename T, Fp8Type kType>
+__device__ uint2 cast_line(const QuantizeTensorwise& q, const uint4 (&lines)[kLines<T>],
+                           int64_t row, int64_t col, bool interior, float scale) {
+  const T* values = reinterpret_cast<const T*>(lines);
+  uint32_t fp8[kPatchCols / 4];
+#pragma unroll
+  for (int j = 0; j < kPatchCols; j += 4) {
+    const uint32_t low = __nv_cvt_float2_to_fp8x2(
+        make_float2(real(values[j]) * scale, real(values[j + 1]) * scale), __NV_SATFINITE,
+        Fp8<kType>::kKind);
+    const uint32_t high = __nv_cvt_float2_to_fp8x2(
+        make_float2(real(values[j + 2]) * scale, real(values[j + 3]) * scale), __NV_SATFINITE,
+        Fp8<kType>::kKind);
+    fp8[j / 4] = low | high << 16;
+    if (!interior) fp8[j / 4] &= inside(row, col + j, q.rows, q.cols);
+  }
+  return make_uint2(fp8[0], fp8[1]);
+}
+
+// The word of column `col` that holds rows 4 * word ... 4 * word + 3, moved by an XOR so that a
+// warp's writes (columns 8 apart, two neighbouring words) hit 32 different banks.
+__device__ inline int shared_word(int col, int word) {
+  return col * kWords + (word ^ (col / 8 * 2));
+}
+
+// Cast a patch; store its rows, and put its columns into `transpose`.
+template <typename T, Fp8Type kType>
+__device__ void cast_patch(const QuantizeTensorwise& q, const Patch<T>& patch, const Place& at,
+                           float scale, uint32_t* transpose) {
+  const int64_t padded_rows = padded(q.rows), padded_cols = padded(q.cols);
+  uint2 fp8[kPatchRows];
+#pragma unroll
+  for (int r = 0; r < kPatchRows; ++r) {
+    fp8[r] = cast_line<T, kType>(q, patch.lines[r], at.row + r, at.col, at.interior, scale);
+    const bool there = at.interior || (at.row + r < padded_rows && at.col < padded_cols);
+    if (q.data != nullptr && there) {
+      uint8_t* to = static_cast<uint8_t*>(q.data) + (at.row + r) * padded_cols + at.col;
+      *reinterpret_cast<uint2*>(to) = fp8[r];
+    }
+  }
+  const int across = threadIdx.x % kPatchesAcross, word = threadIdx.x / kPatchesAcross;
+#pragma unroll
+  for (int j = 0; j < kPatchCols; ++j) {
+    const uint32_t take = 0x40u | j % 4 | (j % 4) << 4;  // byte j of two words, side by side
+    const auto four = [&](int r) { return j < 4 ? fp8[r].x : fp8[r].y; };
+    const uint32_t low = __byte_perm(four(0), four(1), take);
+    const uint32_t high = __byte_perm(four(2), four(3), take);
+    transpose[shared_word(across * kPatchCols + j, word)] = __byte_perm(low, high, 0x5410);
+  }
+}
+
+// Store the columns of a whole tile, which `transpose` holds, as rows of data_t.
+__device__ inline void store_columns(const QuantizeTensorwise& q, const Place& at,
+                                     const uint32_t* transpose) {
+  const int64_t padded_rows = padded(q.rows), padded_cols = padded(q.cols);
+  constexpr int kPieces = kTile / 16;  // 16-byte pieces of a transposed row
+#pragma unroll
+  for (int i = threadIdx.x; i < kTile * kPieces; i += kThreads) {
+    const int c = i / kPieces, piece = i % kPieces;
+    const int64_t col = at.col0 + c, row = at.row0 + piece * 16;
+    if (!at.interior && (col >= padded_cols || row >= padded_rows)) continue;
+    // The XOR is even: pairs of words stay together, their order within the piece may not.
+    const uint2 low = *reinterpret_cast<const uint2*>(transpose + shared_word(c, piece * 4));
+    const uint2 high = *reinterpret_cast<const uint2*>(transpose + shared_word(c, piece * 4 + 2));
+    uint8_t* to = static_cast<uint8_t*>(q.data_t) + col * padded_rows + row;
+    *reinterpret_cast<uint4*>(to) = make_uint4(low.x, low.y, high.x, high.y);
+  }
+}
+
+}  // namespace fp8lt
