@@ -11,6 +11,7 @@ numbers.
 """
 
 from . import build
+from .autotune import autotune
 from .linear import linear, quantize_weight
 from .module import Linear, convert_to_float8_training, disable_fp8, reuse_weights, revert
 from .recipe import (
@@ -28,6 +29,7 @@ __all__ = [
     "Float8LinearConfig",
     "Float8LinearRecipeName",
     "Linear",
+    "autotune",
     "convert_to_float8_training",
     "disable_fp8",
     "linear",

@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -55,6 +55,7 @@ class BuildError(RuntimeError):
 _lock = threading.RLock()
 _outcome: tuple[Path | None, str | None] | None = None  # (library, failure) once decided
 _module: ModuleType | None = None
+_when_loaded: list[Callable[[], None]] = []
 
 
 def ensure() -> str | None:
@@ -69,11 +70,18 @@ def ensure() -> str | None:
                 library = _load()
                 _module = _python_module(library)
                 _outcome = (library, None)
+                for tell in _when_loaded:
+                    tell()
             except (BuildError, ToolchainError) as error:
                 _outcome = (None, str(error))
             except Exception as error:  # a full disk, say: never a reason for an import to fail
                 _outcome = (None, f"{type(error).__name__}: {error}")
         return _outcome[1]
+
+
+def when_loaded(tell: Callable[[], None]) -> None:
+    """Have `tell` called once the extension is loaded."""
+    _when_loaded.append(tell)
 
 
 def loaded_library() -> Path | None:

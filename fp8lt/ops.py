@@ -48,6 +48,7 @@ _library.define(
     " bool fast_output, bool fast_grad_input, bool fast_grad_weight) -> Tensor"
 )
 _library.define("cublaslt_versions() -> (int compiled, int loaded)")
+_library.define("set_autotune(bool enabled, str directory, bool verbose) -> ()")
 
 
 class Quantized(NamedTuple):

@@ -1,7 +1,7 @@
 """The environment variables of fp8lt, read in one place. README lists them in its table.
 
 They are read at every call, so a test or a notebook can change them; only `FP8LT_BUILD` matters
-at import.
+at import, and `FP8LT_AUTOTUNE` when the extension is loaded.
 """
 
 import os
@@ -16,7 +16,8 @@ class Settings(NamedTuple):
     build: BuildPolicy  # FP8LT_BUILD: when the extension is compiled
     emulate: bool  # FP8LT_EMULATE: CUDA tensors run emulated where native FP8 does not exist
     cache_dir: str | None  # FP8LT_CACHE_DIR: where compiled extensions are kept
-    verbose: bool  # FP8LT_VERBOSE: the whole log of a build on stderr
+    verbose: bool  # FP8LT_VERBOSE: the whole log of a build, and autotune's choices, on stderr
+    autotune: bool  # FP8LT_AUTOTUNE: choose GEMM kernels by time
 
 
 def read() -> Settings:
@@ -30,6 +31,7 @@ def read() -> Settings:
         emulate=_flag("FP8LT_EMULATE"),
         cache_dir=os.environ.get("FP8LT_CACHE_DIR") or None,
         verbose=_flag("FP8LT_VERBOSE"),
+        autotune=_flag("FP8LT_AUTOTUNE"),
     )
 
 

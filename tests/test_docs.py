@@ -69,7 +69,7 @@ def test_the_defaults_are_those_of_the_readme(
 ) -> None:
     for name in [n for n in os.environ if n.startswith("FP8LT_")]:
         monkeypatch.delenv(name)
-    assert settings.read() == ("auto", False, None, False)
+    assert settings.read() == ("auto", False, None, False, False)
 
 
 def test_the_training_figures_of_the_readme_are_those_recorded() -> None:

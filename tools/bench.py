@@ -4,9 +4,10 @@
     python tools/bench.py all --json FILE --plot FILE
     python tools/bench.py layer --shapes 4096x4096x4096 --contenders fp8lt te-delayed
 
-Modes: layer (forward, and with backward), quantize (against the floors of one and two reads), host
-(wall time per call at small shapes), model (four Llama-like blocks, eager and compiled, and peak
-memory), decode (inference of few tokens with a quantised weight), all.
+Modes: layer (forward, and with backward), quantize (against the floors of one and two reads), gemm
+(the layer's GEMMs by themselves), host (wall time per call at small shapes), decode (inference of
+few tokens with a quantised weight), model (four Llama-like blocks, eager and compiled, and peak
+memory), all.
 
 Peers that are not installed are listed as missing; one that raises is listed as failed with the
 reason; one whose results are not close to float64 is marked WRONG and not timed. How it is
@@ -40,6 +41,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 MODES = {
     "layer": bench_modes.layer,
     "quantize": bench_modes.quantize,
+    "gemm": bench_modes.gemm,
     "host": bench_modes.host,
     "decode": bench_modes.decode,
     "model": bench_model.model,  # last: it takes longest
@@ -87,6 +89,11 @@ def make_parser() -> argparse.ArgumentParser:
         "has its own size")  # fmt: skip
     add("--contenders", nargs="+", choices=contender_names(), metavar="NAME",
         help="only these, and always bf16: " + ", ".join(contender_names()))  # fmt: skip
+    add(
+        "--autotune",
+        action="store_true",
+        help="in `layer`, `host`, `gemm` also measure fp8lt with kernels chosen by time",
+    )
     add("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu",
         help="cpu is for trying the tool: tiny shapes, emulated FP8, perf_counter in place of "
         "CUDA events, no Inductor; its numbers say nothing about speed")  # fmt: skip
@@ -134,6 +141,7 @@ def start(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
             "rounds": args.rounds,
             "runs_per_round": {"layer": bench_core.RUNS, "model": bench_model.RUNS},
             "input_sets": bench_linear.INPUT_SETS,
+            "autotune": args.autotune,
             "ratio": "median over rounds of time of bf16 / time; in host: time / time of bf16",
             "bounds": {"fp8": bench_linear.BOUNDS, "bf16": bench_linear.BOUNDS_BF16},
         },
@@ -170,7 +178,7 @@ def measure(args: argparse.Namespace) -> None:
     """Run the modes one by one; show and keep each as soon as it is done."""
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     names = set(args.contenders) if args.contenders else None
-    bench = Bench(device, args.rounds, Timer(device), args.shapes, names)
+    bench = Bench(device, args.rounds, Timer(device), args.shapes, names, args.autotune)
     report = start(args, bench)
     gpu = report["device"]
     print(f"{gpu}, torch {report['torch']}, {report['versions']}, {args.rounds} rounds")

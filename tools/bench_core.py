@@ -12,6 +12,7 @@ from bench_timing import Timer, ratios
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 REFERENCE = "bf16"
+AUTOTUNED = "-autotuned"  # how the names of contenders end that need --autotune
 RUNS = 5  # timed runs of a contender in one round
 
 Row = dict[str, Any]  # one measurement; what is in it: `make_row`
@@ -38,6 +39,7 @@ class Bench:
     timer: Timer
     shapes: list[Shape] | None = None  # None: each mode's own
     names: set[str] | None = None  # None: all contenders
+    autotune: bool = False  # also measure with fp8lt's GEMM kernels chosen by time
     bar: Any = field(default_factory=lambda: tqdm(disable=True))
 
     def choose(self, contenders: Sequence[Any]) -> tuple[list[Any], dict[str, str]]:
@@ -46,6 +48,8 @@ class Bench:
         for contender in contenders:
             # References always run; their names begin alike: bf16, bf16-compiled.
             always = contender.name.startswith(REFERENCE)
+            if contender.name.endswith(AUTOTUNED) and not self.autotune:
+                continue
             if self.names is None or contender.name in self.names or always:
                 why = missing(contender.needs)
                 if why is None:

@@ -70,9 +70,10 @@ class Case:
     def errors(self, layer: Layer, backward: bool) -> dict[str, float]:
         """Warm the layer up, run it on the first inputs and compare."""
         run = self.call(layer, backward)
-        for _ in range(WARM_UP):
-            run()
-        result = run()
+        with layer.context():
+            for _ in range(WARM_UP):
+                run()
+            result = run()
         got = dict(zip(("dx", "dw"), result, strict=True)) if backward else {"y": result}
         return {name: relative_error(self.want[name], t.detach()) for name, t in got.items()}
 
@@ -108,6 +109,11 @@ def prepare(contender: Contender, case: Case) -> Prepared:
     return made
 
 
+def measure_layer(bench: Bench, case: Case, layer: Layer, phase: Phase) -> float:
+    with layer.context():
+        return bench.timer.measure(case.call(layer, phase.backward), phase.how, RUNS)
+
+
 def measure_phase(
     bench: Bench, case: Case, all_made: Sequence[Prepared], phase: Phase, extra: Sequence[Entry]
 ) -> list[Row]:
@@ -115,8 +121,7 @@ def measure_phase(
     entries = {}
     for made in all_made:
         if made.layer is not None and made.good(phase.backward):
-            call = case.call(made.layer, phase.backward)
-            measure = partial(bench.timer.measure, call, phase.how, RUNS)
+            measure = partial(measure_layer, bench, case, made.layer, phase)
             entries[made.name] = Entry(made.name, measure)
     run_rounds([*entries.values(), *extra], bench.rounds, bench.tick)
     bench.tick((len(all_made) - len(entries)) * bench.rounds)

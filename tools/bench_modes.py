@@ -2,6 +2,7 @@
 
     layer     forward, forward + backward (dx and dw) of the training contenders, and where the
               time of fp8lt's layer goes: GEMMs, quantise, host gap
+    gemm      the layer's GEMMs by themselves, fp8lt's choice of kernels against others
     host      wall time of asynchronous calls, at shapes too small for the GPU's time to count
     decode    forward without gradients of the inference contenders, also with the host hidden
     quantize  fp8lt's quantise into both layouts against the floors of one and two reads
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import bench_gemm
 import torch
 from bench_core import RUNS, Bench, Result, Row, Shape, make_row
 from bench_linear import INPUT_SETS, WARM_UP, Case, Phase, measure_case
@@ -84,6 +86,10 @@ def linear_mode(
 def layer(bench: Bench) -> Result:
     phases = [Phase(FORWARD, False, "layer"), Phase(BOTH, True, "layer")]
     return linear_mode(bench, "layer", TRAINING, phases)
+
+
+def gemm(bench: Bench) -> Result:
+    return bench_gemm.gemm(bench, shapes_of("layer", bench))
 
 
 def host(bench: Bench) -> Result:

@@ -7,7 +7,7 @@ by then.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -26,6 +26,7 @@ class Layer:
     forward: Callable[[Tensor], Tensor]
     weight: Tensor | None = None  # the leaf whose gradient is dw; None: inference only
     cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    context: Callable[[], Any] = contextlib.nullcontext  # in which it is checked and measured
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,24 @@ def fp8lt_reused(w: Tensor) -> Layer:
 
     layer = Layer(module := plain(w, fp8lt.Linear, dtype=w.dtype), module.weight)
     layer.cleanup.enter_context(fp8lt.reuse_weights(module))
+    return layer
+
+
+@contextlib.contextmanager
+def autotuned() -> Iterator[None]:
+    """Have fp8lt choose its GEMM kernels by time inside."""
+    import fp8lt
+
+    fp8lt.autotune()
+    try:
+        yield
+    finally:
+        fp8lt.autotune(False)
+
+
+def fp8lt_autotuned(w: Tensor) -> Layer:
+    layer = fp8lt_linear(w)
+    layer.context = autotuned
     return layer
 
 
@@ -207,6 +226,7 @@ FP8LT = [
 TRAINING = [
     Contender("bf16", bf16),
     *FP8LT,
+    Contender("fp8lt-autotuned", fp8lt_autotuned),
     Contender("scaled_mm", functools.partial(scaled_mm, compile_it=False)),
     Contender("scaled_mm-compiled", functools.partial(scaled_mm, compile_it=True)),
     *TORCHAO,

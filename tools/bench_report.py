@@ -8,6 +8,7 @@ from bench_targets import best, is_peer
 
 TITLES = {
     "layer": "us and speed-up over bf16",
+    "gemm": "us and speed-up over cuBLASLt's first heuristic",
     "host": "host us per call and time over bf16's",
     "decode": "us and speed-up over bf16",
     "model": "us and speed-up over bf16 in the same mode",

@@ -18,6 +18,7 @@
 #include <tuple>
 #include <utility>
 
+#include "autotune.h"
 #include "gemm.h"
 #include "kernels.h"
 #include "quantize.h"
@@ -113,12 +114,6 @@ void* persistent_workspace(const c10::cuda::CUDAStream& stream) {
     check_launch(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
   }
   return mine;
-}
-
-bool is_capturing(const c10::cuda::CUDAStream& stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_launch(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
 }
 
 // The scratch memory for one launch on a stream; the next launch there may have the same.
@@ -320,6 +315,9 @@ TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) {
 }
 TORCH_LIBRARY_IMPL(fp8lt, CompositeExplicitAutograd, m) {
   m.impl("cublaslt_versions", TORCH_FN(cublaslt_versions));
+  m.impl("set_autotune", [](bool enabled, std::string directory, bool verbose) {
+    set_autotune(enabled, directory, verbose);
+  });
 }
 
 }  // namespace fp8lt

@@ -6,49 +6,21 @@
 
 #include "gemm.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <memory>
 #include <mutex>
-#include <type_traits>
+#include <string>
 #include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "autotune.h"
+#include "plan.h"
 
 namespace fp8lt {
 namespace {
-
-#define FP8LT_CHECK(expr)                                                                     \
-  do {                                                                                        \
-    const cublasStatus_t fp8lt_status = (expr);                                               \
-    TORCH_CHECK(fp8lt_status == CUBLAS_STATUS_SUCCESS, "fp8lt: ", #expr, " failed: ",         \
-                cublasLtGetStatusString(fp8lt_status), " (cuBLASLt ", cublasLtGetVersion(), ")"); \
-  } while (0)
-
-// A deleter must not throw: it may run while another error unwinds.
-template <auto Destroy>
-struct Deleter {
-  template <typename T>
-  void operator()(T* handle) const noexcept {
-    Destroy(handle);
-  }
-};
-template <typename Handle, auto Destroy>
-using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Deleter<Destroy>>;
-using MatmulDesc = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
-using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
-using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
-
-template <typename T>
-void set(const MatmulDesc& desc, cublasLtMatmulDescAttributes_t attribute, const T& value) {
-  FP8LT_CHECK(cublasLtMatmulDescSetAttribute(desc.get(), attribute, &value, sizeof(value)));
-}
-template <typename T>
-void set(const Preference& preference, cublasLtMatmulPreferenceAttributes_t attribute,
-         const T& value) {
-  FP8LT_CHECK(cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value,
-                                                   sizeof(value)));
-}
 
 // Column-major [rows, cols]: of a row-major matrix, its transpose.
 Layout make_layout(cudaDataType_t type, int64_t rows, int64_t cols) {
@@ -63,13 +35,7 @@ uint32_t alignment(const void* pointer) {
   return static_cast<uint32_t>(address & (~address + 1));
 }
 
-struct Plan {
-  MatmulDesc desc;
-  Layout a, b, d;
-  cublasLtMatmulAlgo_t algo;
-};
-
-// Everything that cuBLASLt's choice of a kernel may depend on.
+// Everything that a choice of a kernel may depend on.
 using PlanKey = std::array<int64_t, 13>;
 struct PlanKeyHash {
   size_t operator()(const PlanKey& key) const noexcept {
@@ -81,6 +47,7 @@ struct PlanKeyHash {
     return static_cast<size_t>(hash);
   }
 };
+using Plans = std::unordered_map<PlanKey, Plan, PlanKeyHash>;
 
 // What one GPU needs: a handle and its plans. A plan's descriptor is rewritten for every launch,
 // so one lock is held from there to the launch.
@@ -88,35 +55,18 @@ struct Device {
   std::mutex mutex;
   cublasLtHandle_t handle = nullptr;
   bool has_vector_scales = false;  // Hopper alone, with cuBLASLt 12.9 or newer
-  std::unordered_map<PlanKey, Plan, PlanKeyHash> plans;
+  Plans plans, tuned;              // by the rule below; by time
 };
 
-// Below this many multiply-adds fast accumulation buys nothing (on an H200 the times are within
-// 1 % at 16x4096x4096 and smaller, up to 9 % apart above), while a dot product of length 4096 may
-// lose 2 % to it.
-constexpr int64_t kFastAccumWork = int64_t{1} << 30;
-
-bool fast_accum(const GemmProblem& p) { return p.fast_accum && p.m * p.n >= kFastAccumWork / p.k; }
-
-// With a scale per row there is a single kernel, and for large GEMMs with fast accumulation it
-// beats the first choice with a scale per tensor, so a tensor's scale is written out once per row.
-// On an H200 it takes 2-14 % less time at 2^37 and above, up to 13 % more at some shapes below.
-constexpr int64_t kVectorScaleWork = int64_t{1} << 37;
-
-bool vector_scales(const Device& device, const GemmProblem& p) {
-  return device.has_vector_scales && p.vector_scales && fast_accum(p) &&
-         p.m * p.n >= kVectorScaleWork / p.k;
-}
-
-PlanKey plan_key(const Device& device, const GemmProblem& p) {
+PlanKey plan_key(const GemmProblem& p) {
   return {p.m,
           p.n,
           p.k,
           p.a_type,
           p.b_type,
           p.d_type,
-          fast_accum(p),
-          vector_scales(device, p),
+          p.fast_accum,
+          p.vector_scales,
           p.bias != nullptr ? 1 : 0,
           alignment(p.a),
           alignment(p.b),
@@ -130,26 +80,15 @@ void set_pointers(const MatmulDesc& desc, const GemmProblem& p) {
   if (p.bias != nullptr) set(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
 }
 
-const char* type_name(cudaDataType_t type) {
-  switch (type) {
-    case CUDA_R_8F_E4M3: return "float8_e4m3fn";
-    case CUDA_R_8F_E5M2: return "float8_e5m2";
-    case CUDA_R_16F: return "float16";
-    case CUDA_R_16BF: return "bfloat16";
-    case CUDA_R_32F: return "float32";
-    default: return "another type";
-  }
-}
-
-MatmulDesc make_desc(const Device& device, const GemmProblem& p) {
+MatmulDesc make_desc(const GemmProblem& p, bool fast_accum, bool vector_scales) {
   cublasLtMatmulDesc_t raw = nullptr;
   FP8LT_CHECK(cublasLtMatmulDescCreate(&raw, CUBLAS_COMPUTE_32F, CUDA_R_32F));
   MatmulDesc desc(raw);
   set(desc, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
   set(desc, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
-  set(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast_accum(p)));
+  set(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast_accum));
 #if CUBLAS_VERSION >= 120900
-  if (vector_scales(device, p)) {
+  if (vector_scales) {
     set(desc, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
     set(desc, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
   }
@@ -164,9 +103,24 @@ MatmulDesc make_desc(const Device& device, const GemmProblem& p) {
   return desc;
 }
 
-Plan make_plan(const Device& device, const GemmProblem& p) {
-  Plan plan{make_desc(device, p), make_layout(p.b_type, p.k, p.n), make_layout(p.a_type, p.k, p.m),
-            make_layout(p.d_type, p.n, p.m), {}};
+struct Candidates {
+  std::vector<Plan> plans;  // the heuristic's favourite first
+  cublasStatus_t status;    // why there are none
+};
+
+// The kernels that cuBLASLt has for a problem with this accumulation and form of scales.
+Candidates find_candidates(const Device& device, const GemmProblem& p, bool fast_accum,
+                           bool vector_scales, int most) {
+  const auto make_plan = [&](const cublasLtMatmulAlgo_t& algo) {
+    return Plan{make_desc(p, fast_accum, vector_scales),
+                make_layout(p.b_type, p.k, p.n),
+                make_layout(p.a_type, p.k, p.m),
+                make_layout(p.d_type, p.n, p.m),
+                algo,
+                fast_accum,
+                vector_scales};
+  };
+  const Plan plan = make_plan({});
   cublasLtMatmulPreference_t raw = nullptr;
   FP8LT_CHECK(cublasLtMatmulPreferenceCreate(&raw));
   const Preference preference(raw);
@@ -175,21 +129,124 @@ Plan make_plan(const Device& device, const GemmProblem& p) {
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(p.a));
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(p.d));
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(p.d));
-
-  cublasLtMatmulHeuristicResult_t result{};
+  std::vector<cublasLtMatmulHeuristicResult_t> results(most);
   int found = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+  Candidates candidates;
+  candidates.status = cublasLtMatmulAlgoGetHeuristic(
       device.handle, plan.desc.get(), plan.a.get(), plan.b.get(), plan.d.get(), plan.d.get(),
-      preference.get(), 1, &result, &found);
-  TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS && found > 0, "fp8lt: cuBLASLt ",
-              cublasLtGetVersion(), " has no kernel on cuda:", p.device, " for a ",
-              type_name(p.a_type),
-              " [", p.m, ", ", p.k, "] @ b ", type_name(p.b_type), " [", p.n, ", ", p.k, "].T -> ",
-              type_name(p.d_type), p.bias != nullptr ? " with bias" : "", ": ",
-              cublasLtGetStatusString(status));
-  plan.algo = result.algo;
-  return plan;
+      preference.get(), most, results.data(), &found);
+  if (candidates.status != CUBLAS_STATUS_SUCCESS) return candidates;
+  for (int i = 0; i < found; ++i) {
+    if (results[i].state == CUBLAS_STATUS_SUCCESS) {
+      candidates.plans.push_back(make_plan(results[i].algo));
+    }
+  }
+  return candidates;
 }
+
+const char* type_name(cudaDataType_t type) {
+  switch (type) {
+    case CUDA_R_8F_E4M3: return "float8_e4m3fn";
+    case CUDA_R_8F_E5M2: return "float8_e5m2";
+    case CUDA_R_16F: return "float16";
+    case CUDA_R_16BF: return "bfloat16";
+    case CUDA_R_32F: return "float32";
+    default: return "another type";
+  }
+}
+
+// ------------------------------------------------------------------------------ choice by a rule
+
+// Below this many multiply-adds fast accumulation buys nothing (on an H200 the times are within
+// 1 % at 16x4096x4096 and smaller, up to 9 % apart above), while a dot product of length 4096 may
+// lose 2 % to it.
+constexpr int64_t kFastAccumWork = int64_t{1} << 30;
+
+// With a scale per row there is a single kernel, and for large GEMMs with fast accumulation it
+// beats the first choice with a scale per tensor, so a tensor's scale is written out once per row.
+// On an H200 it takes 2-14 % less time at 2^37 and above, up to 13 % more at some shapes below.
+constexpr int64_t kVectorScaleWork = int64_t{1} << 37;
+
+Plan choose(const Device& device, const GemmProblem& p) {
+  const bool fast_accum = p.fast_accum && p.m * p.n >= kFastAccumWork / p.k;
+  if (device.has_vector_scales && p.vector_scales && fast_accum &&
+      p.m * p.n >= kVectorScaleWork / p.k) {
+    Candidates candidates = find_candidates(device, p, fast_accum, true, 1);
+    if (!candidates.plans.empty()) return std::move(candidates.plans.front());
+  }
+  Candidates candidates = find_candidates(device, p, fast_accum, false, 1);
+  TORCH_CHECK(!candidates.plans.empty(), "fp8lt: cuBLASLt ", cublasLtGetVersion(),
+              " has no kernel on cuda:", p.device, " for a ", type_name(p.a_type), " [", p.m, ", ",
+              p.k, "] @ b ", type_name(p.b_type), " [", p.n, ", ", p.k, "].T -> ",
+              type_name(p.d_type), p.bias != nullptr ? " with bias" : "", ": ",
+              cublasLtGetStatusString(candidates.status));
+  return std::move(candidates.plans.front());
+}
+
+// -------------------------------------------------------------------------------- choice by time
+
+// Of each accumulation and form of scales that the problem allows, the first is the rule's choice.
+std::vector<Plan> all_candidates(const Device& device, const GemmProblem& p) {
+  constexpr int kMost = 16;  // of one kind
+  std::vector<Plan> all;
+  all.push_back(choose(device, p));
+  for (const bool fast_accum : {true, false}) {
+    if (fast_accum && !p.fast_accum) continue;
+    for (const bool vector_scales : {false, true}) {
+      if (vector_scales && !(device.has_vector_scales && p.vector_scales)) continue;
+      Candidates found = find_candidates(device, p, fast_accum, vector_scales, kMost);
+      std::move(found.plans.begin(), found.plans.end(), std::back_inserter(all));
+    }
+  }
+  return all;
+}
+
+void launch(const Device& device, const Plan& plan, const GemmProblem& p, void* workspace,
+            cudaStream_t stream) {
+  const float alpha = 1.0f, beta = 0.0f;
+  FP8LT_CHECK(cublasLtMatmul(device.handle, plan.desc.get(), &alpha, p.b, plan.a.get(), p.a,
+                             plan.b.get(), &beta, p.d, plan.d.get(), p.d, plan.d.get(), &plan.algo,
+                             workspace, kWorkspaceBytes, stream));
+}
+
+// A choice that was kept, as a plan; or none where it does not fit this library after all.
+std::vector<Plan> restore(const Device& device, const GemmProblem& p, const Choice& kept) {
+  if (kept.vector_scales && !(device.has_vector_scales && p.vector_scales)) return {};
+  if (kept.fast_accum && !p.fast_accum) return {};
+  Candidates found = find_candidates(device, p, kept.fast_accum, kept.vector_scales, 1);
+  if (found.plans.empty()) return {};
+  Plan& plan = found.plans.front();
+  plan.algo = kept.algo;
+  cublasLtMatmulHeuristicResult_t result{};
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoCheck(device.handle, plan.desc.get(), plan.a.get(), plan.b.get(),
+                              plan.d.get(), plan.d.get(), &plan.algo, &result);
+  if (status != CUBLAS_STATUS_SUCCESS || result.workspaceSize > kWorkspaceBytes) return {};
+  return std::move(found.plans);
+}
+
+// The fastest plan, in `device.tuned`; null while a CUDA graph is captured, unless it is known.
+Plan* tuned_plan(Device& device, const GemmProblem& p, const PlanKey& key, void* workspace,
+                 cudaStream_t stream) {
+  const auto found = device.tuned.find(key);
+  if (found != device.tuned.end()) return &found->second;
+  Choices& choices = Choices::of(p.device);
+  const std::string name = choice_name(key.data(), key.size());
+  std::vector<Plan> plans;
+  if (const Choice* kept = choices.find(name)) plans = restore(device, p, *kept);
+  if (plans.empty()) {
+    if (is_capturing(stream)) return nullptr;
+    plans = all_candidates(device, p);
+    const auto run = [&](const Plan& plan) { launch(device, plan, p, workspace, stream); };
+    const Timing timing = fastest(plans, run, stream);
+    std::swap(plans.front(), plans[timing.best]);
+    const Plan& best = plans.front();
+    choices.keep(name, {best.fast_accum, best.vector_scales, best.algo}, timing);
+  }
+  return &device.tuned.emplace(key, std::move(plans.front())).first->second;
+}
+
+// ------------------------------------------------------------------------------------- the cache
 
 constexpr size_t kMaxPlans = 4096;  // some 10 MiB; a new token count every step must not grow it
 
@@ -209,26 +266,27 @@ Device& device_state(int device) {
   return *state;
 }
 
+Plan& rule_plan(Device& device, const GemmProblem& p, const PlanKey& key) {
+  auto found = device.plans.find(key);
+  if (found == device.plans.end()) found = device.plans.emplace(key, choose(device, p)).first;
+  return found->second;
+}
+
 }  // namespace
 
 void gemm_nt(const GemmProblem& p, void* workspace, cudaStream_t stream) {
   Device& device = device_state(p.device);
-  const PlanKey key = plan_key(device, p);
+  const PlanKey key = plan_key(p);
   const std::lock_guard<std::mutex> lock(device.mutex);
-  auto found = device.plans.find(key);
-  if (found == device.plans.end()) {
-    Plan plan = make_plan(device, p);
-    // Dropping all is crude, but a plan costs some 50 us to make again and no bookkeeping to use.
-    if (device.plans.size() >= kMaxPlans) device.plans.clear();
-    found = device.plans.emplace(key, std::move(plan)).first;
-  } else {
-    set_pointers(found->second.desc, p);
+  // Dropping all is crude, but a plan costs some 50 us to make again and no bookkeeping to use.
+  for (Plans* plans : {&device.plans, &device.tuned}) {
+    if (plans->size() >= kMaxPlans) plans->clear();
   }
-  const Plan& plan = found->second;
-  const float alpha = 1.0f, beta = 0.0f;
-  FP8LT_CHECK(cublasLtMatmul(device.handle, plan.desc.get(), &alpha, p.b, plan.a.get(), p.a,
-                             plan.b.get(), &beta, p.d, plan.d.get(), p.d, plan.d.get(), &plan.algo,
-                             workspace, kWorkspaceBytes, stream));
+  Plan* plan = nullptr;
+  if (autotune_enabled()) plan = tuned_plan(device, p, key, workspace, stream);
+  if (plan == nullptr) plan = &rule_plan(device, p, key);
+  set_pointers(plan->desc, p);
+  launch(device, *plan, p, workspace, stream);
 }
 
 }  // namespace fp8lt

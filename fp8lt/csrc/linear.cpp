@@ -33,7 +33,7 @@ using at::Tensor;
 using torch::autograd::variable_list;
 
 // Whether the dispatcher would call the CUDA kernels of our operators with these tensors, and
-// nobody (a mode, a subclass, a transform, a profiler) would be told. Then they are called directly.
+// nobody (a mode, a subclass, a transform, a profiler) would hear of it. Then they are called here.
 template <typename... Tensors>
 bool is_direct(const Tensors&... tensors) {
   if (at::hasGlobalCallbacks() || at::hasThreadLocalCallbacks()) return false;
