@@ -24,10 +24,15 @@ __device__ inline uint4 load_once(const uint4* from) {
   return v;
 }
 
-// The bits of the largest magnitude in this block's share of x, in every thread.
+// The bits of a magnitude as f32, the block's largest, in every thread.
+template <typename T>
+__device__ uint32_t block_amax(uint32_t largest) {
+  return block_max(__float_as_uint(Bits<T>::widest(largest)));
+}
+
+// The same of this block's share of x.
 template <typename T>
 __device__ uint32_t amax_bits(const QuantizeTensorwise& q, Share share) {
-  constexpr uint32_t mask = Bits<T>::kMagnitude;
   constexpr int kUnroll = 4;  // loads on the way at the same time
   const T* x = static_cast<const T*>(q.x);
   const int64_t count = q.rows * q.cols;
@@ -40,12 +45,8 @@ __device__ uint32_t amax_bits(const QuantizeTensorwise& q, Share share) {
   uint32_t largest = 0;
   if (share.block == 0) {
     const int64_t i = threadIdx.x < before ? threadIdx.x : after + (threadIdx.x - before);
-    if (i < count) largest = Bits<T>::of(x[i]) & mask;
+    if (i < count) largest = Bits<T>::of(x[i]) & Bits<T>::kMagnitude;
   }
-  const auto add = [&](uint4 v) {
-    largest = Bits<T>::max(largest, Bits<T>::max(v.x & mask, v.y & mask));
-    largest = Bits<T>::max(largest, Bits<T>::max(v.z & mask, v.w & mask));
-  };
   constexpr int64_t kStep = kThreads * kUnroll;
   for (int64_t begin = share.block * kStep; begin < vectors; begin += share.blocks * kStep) {
     const int64_t mine = begin + threadIdx.x;
@@ -54,12 +55,14 @@ __device__ uint32_t amax_bits(const QuantizeTensorwise& q, Share share) {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) v[u] = load_once(from + mine + u * kThreads);
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) add(v[u]);
+      for (int u = 0; u < kUnroll; ++u) largest = add_magnitudes<T>(largest, v[u]);
     } else {
-      for (int64_t i = mine; i < vectors; i += kThreads) add(load_once(from + i));
+      for (int64_t i = mine; i < vectors; i += kThreads) {
+        largest = add_magnitudes<T>(largest, load_once(from + i));
+      }
     }
   }
-  return block_max(__float_as_uint(Bits<T>::widest(largest)));
+  return block_amax<T>(largest);
 }
 
 }  // namespace fp8lt

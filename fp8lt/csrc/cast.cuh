@@ -68,40 +68,76 @@ __device__ void cast_tiles(const QuantizeTensorwise& q, const Grid& grid, const 
   }
 }
 
-// The row-major copy alone, which needs no tiles: eight columns a thread, a few times.
-template <typename T, Fp8Type kType>
-__device__ void cast_rows(QuantizeTensorwise q, const Grid& grid, Share share, float scale) {
-  constexpr int kUnroll = 4 / kLines<T>;  // loads on the way at the same time
-  constexpr int64_t kStep = kThreads * kUnroll;
-  const int64_t across = padded(q.cols) / kPatchCols, count = padded(q.rows) * across;
-  const bool flat = q.cols % kPad == 0;  // then the rows are one, with all padding at its end
-  if (flat) {
-    q.cols *= q.rows;
-    q.rows = 1;
+// The row-major copy alone, which needs no tiles: a thread takes eight columns, a few times a step.
+template <typename T>
+struct RowSteps {
+  static constexpr int kUnroll = 4 / kLines<T>;  // loads on the way at the same time
+  using Lines = uint4[kUnroll][kLines<T>];
+
+  QuantizeTensorwise q;
+  bool aligned, flat;
+  int64_t across, count;  // eights of columns, in a row and altogether
+
+  __device__ RowSteps(const QuantizeTensorwise& all, const Grid& grid)
+      : q(all),
+        aligned(grid.aligned),
+        flat(q.cols % kPad == 0),
+        across(padded(q.cols) / kPatchCols),
+        count(padded(q.rows) * across) {
+    if (flat) {  // then the rows are one, with all padding at its end
+      q.cols *= q.rows;
+      q.rows = 1;
+    }
   }
-  const int64_t steps = (count + kStep - 1) / kStep;
-  for (int64_t step = steps - 1 - share.block; step >= 0; step -= share.blocks) {
-    uint4 lines[kUnroll][kLines<T>];
-    const auto index = [&](int u) { return step * kStep + u * kThreads + threadIdx.x; };
-    const auto row = [&](int u) { return flat ? 0 : index(u) / across; };
-    const auto col = [&](int u) { return (index(u) - row(u) * across) * kPatchCols; };
+
+  __device__ int64_t steps() const { return (count + kStep - 1) / kStep; }
+
+  __device__ void load(int64_t step, Lines& lines) const {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (is_whole_line(q, grid, row(u), col(u))) {
-        const uint4* from = reinterpret_cast<const uint4*>(element<T>(q, row(u), col(u)));
+      const int64_t at = row(step, u), col = this->col(step, u);
+      if (aligned && at < q.rows && col + kPatchCols <= q.cols) {
+        const uint4* from = reinterpret_cast<const uint4*>(element<T>(q, at, col));
 #pragma unroll
         for (int l = 0; l < kLines<T>; ++l) lines[u][l] = __ldg(from + l);
       } else {
-        load_ragged<T>(q, row(u), col(u), lines[u]);
+        load_ragged<T>(q, at, col, lines[u]);
       }
     }
+  }
+
+  template <Fp8Type kType>
+  __device__ void store(int64_t step, const Lines& lines, float scale) const {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (index(u) >= count) break;
-      const bool interior = row(u) < q.rows && col(u) + kPatchCols <= q.cols;
-      const uint2 fp8 = cast_line<T, kType>(q, lines[u], row(u), col(u), interior, scale);
-      static_cast<uint2*>(q.data)[index(u)] = fp8;
+      if (index(step, u) >= count) break;
+      const int64_t at = row(step, u), col = this->col(step, u);
+      const bool interior = at < q.rows && col + kPatchCols <= q.cols;
+      const uint2 fp8 = cast_line<T, kType>(q, lines[u], at, col, interior, scale);
+      static_cast<uint2*>(q.data)[index(step, u)] = fp8;
     }
+  }
+
+ private:
+  static constexpr int64_t kStep = kThreads * kUnroll;
+
+  __device__ int64_t index(int64_t step, int u) const {
+    return step * kStep + u * kThreads + threadIdx.x;
+  }
+  __device__ int64_t row(int64_t step, int u) const { return flat ? 0 : index(step, u) / across; }
+  __device__ int64_t col(int64_t step, int u) const {
+    return (index(step, u) - row(step, u) * across) * kPatchCols;
+  }
+};
+
+template <typename T, Fp8Type kType>
+__device__ void cast_rows(const QuantizeTensorwise& q, const Grid& grid, Share share,
+                          float scale) {
+  const RowSteps<T> rows(q, grid);
+  for (int64_t step = rows.steps() - 1 - share.block; step >= 0; step -= share.blocks) {
+    typename RowSteps<T>::Lines lines;
+    rows.load(step, lines);
+    rows.template store<kType>(step, lines, scale);
   }
 }
 
@@ -116,19 +152,6 @@ __device__ inline void write_scale_inv(const QuantizeTensorwise& q, Share share,
 
 __host__ __device__ inline bool needs_tiles(const QuantizeTensorwise& q) {
   return q.data_t != nullptr || q.sums != nullptr;
-}
-
-// With the bits of amax known, in every thread.
-template <typename T, Fp8Type kType>
-__device__ void cast(const QuantizeTensorwise& q, const Grid& grid, Share share, const Walk& walk,
-                     const Shared& shared, float* tile_sums, uint32_t amax_bits) {
-  const float scale = scale_of<kType>(__uint_as_float(amax_bits));
-  write_scale_inv(q, share, scale);
-  if (needs_tiles(q)) {
-    cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, scale);
-  } else if (q.data != nullptr) {
-    cast_rows<T, kType>(q, grid, share, scale);
-  }
 }
 
 }  // namespace fp8lt

@@ -52,6 +52,14 @@ struct Bits<__half> {
   }
 };
 
+// The larger of `largest` and of every magnitude in 16 bytes.
+template <typename T>
+__device__ uint32_t add_magnitudes(uint32_t largest, uint4 v) {
+  constexpr uint32_t mask = Bits<T>::kMagnitude;
+  largest = Bits<T>::max(largest, Bits<T>::max(v.x & mask, v.y & mask));
+  return Bits<T>::max(largest, Bits<T>::max(v.z & mask, v.w & mask));
+}
+
 template <Fp8Type kType>
 struct Fp8;
 template <>

@@ -36,10 +36,6 @@ constexpr int kAmaxBlocksPerSm = 3;
 constexpr int kAmaxBlocks = 1024;  // at most; each writes one number
 constexpr int kCluster = 8;        // blocks; the most that every GPU with clusters has
 
-// At most two turns of work for a block of the cluster: it takes up to 3 us longer on the GPU then
-// (H200), and the host saves as much.
-constexpr int64_t kSmallWork = 2 * kCluster;
-
 // ----------------------------------------------------------------------------------- kernels
 
 template <typename T>
@@ -74,9 +70,17 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
 #endif
   uint32_t largest = 0;
   for (int i = threadIdx.x; i < partials; i += kThreads) largest = max(largest, partial[i]);
-  cast<T, kType>(q, grid, share, walk, shared, tile_sums, block_max(largest));
+  const float scale = scale_of<kType>(__uint_as_float(block_max(largest)));
+  write_scale_inv(q, share, scale);
+  if (needs_tiles(q)) {
+    cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, scale);
+  } else if (q.data != nullptr) {
+    cast_rows<T, kType>(q, grid, share, scale);
+  }
 }
 
+// A block's share of x is read once: it stays in shared memory, kPlaces tiles, or in registers, one
+// step of rows.
 template <typename T, Fp8Type kType>
 __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
     cluster_kernel(const QuantizeTensorwise q, const Grid grid, float* tile_sums) {
@@ -86,13 +90,41 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
   const Share share{blockIdx.x, gridDim.x};  // the grid is the cluster
   const Shared shared = shared_memory();
   const Walk walk(grid.tiles, share);
-  if (needs_tiles(q)) fetch_first<T>(q, grid, walk, shared);
-  const uint32_t mine = amax_bits<T>(q, share);
+  const RowSteps<T> rows(q, grid);
+  typename RowSteps<T>::Lines lines;
+  uint32_t largest = 0;
+  if (needs_tiles(q)) {
+    fetch_first<T>(q, grid, walk, shared);
+    __pipeline_wait_prior(0);
+    for (int i = 0; i < walk.count; ++i) {
+      const Patch<T> patch = receive<T>(shared.places + i * (kTileBytes<T> / 16));
+#pragma unroll
+      for (int l = 0; l < kPatchRows * kLines<T>; ++l) {
+        largest = add_magnitudes<T>(largest, patch.lines[l / kLines<T>][l % kLines<T>]);
+      }
+    }
+  } else {
+    rows.load(share.block, lines);
+#pragma unroll
+    for (int l = 0; l < RowSteps<T>::kUnroll * kLines<T>; ++l) {
+      largest = add_magnitudes<T>(largest, lines[l / kLines<T>][l % kLines<T>]);
+    }
+  }
+  const uint32_t mine = block_amax<T>(largest);
   if (threadIdx.x == 0) block_largest = mine;
   cluster.sync();
-  uint32_t largest = 0;
-  if (threadIdx.x < kCluster) largest = *cluster.map_shared_rank(&block_largest, threadIdx.x);
-  cast<T, kType>(q, grid, share, walk, shared, tile_sums, block_max(largest));
+  largest = 0;
+  if (threadIdx.x % 32 < kCluster) {
+    largest = *cluster.map_shared_rank(&block_largest, threadIdx.x % 32);
+  }
+  largest = __reduce_max_sync(0xffffffffu, largest);
+  const float scale = scale_of<kType>(__uint_as_float(largest));
+  write_scale_inv(q, share, scale);
+  if (needs_tiles(q)) {
+    cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, scale);
+  } else if (q.data != nullptr) {
+    rows.template store<kType>(share.block, lines, scale);
+  }
   cluster.sync();  // none ends while another may still read its shared memory
 #endif
 }
@@ -188,8 +220,11 @@ cudaError_t quantize(const QuantizeTensorwise& q, cudaStream_t stream) {
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
 
-  const int64_t work = needs_tiles(q) ? grid.tiles : elements / (kThreads * kPatchCols * 4);
-  if (gpu.sm90 && work <= kSmallWork) {
+  // Units of work: tiles, or steps of rows.
+  const int64_t lines = padded(q.rows) * padded(q.cols) / kPatchCols;
+  constexpr int64_t kStep = kThreads * RowSteps<T>::kUnroll;
+  const int64_t work = needs_tiles(q) ? grid.tiles : (lines + kStep - 1) / kStep;
+  if (gpu.sm90 && work <= kCluster * (needs_tiles(q) ? kPlaces<T> : 1)) {
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = kCluster;
