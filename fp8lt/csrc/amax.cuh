@@ -24,13 +24,7 @@ __device__ inline uint4 load_once(const uint4* from) {
   return v;
 }
 
-// The bits of a magnitude as f32, the block's largest, in every thread.
-template <typename T>
-__device__ uint32_t block_amax(uint32_t largest) {
-  return block_max(__float_as_uint(Bits<T>::widest(largest)));
-}
-
-// The same of this block's share of x.
+// The bits of the largest magnitude in this block's share of x, in every thread.
 template <typename T>
 __device__ uint32_t amax_bits(const QuantizeTensorwise& q, Share share) {
   constexpr int kUnroll = 4;  // loads on the way at the same time
@@ -62,7 +56,7 @@ __device__ uint32_t amax_bits(const QuantizeTensorwise& q, Share share) {
       }
     }
   }
-  return block_amax<T>(largest);
+  return block_max(__float_as_uint(Bits<T>::widest(largest)));
 }
 
 }  // namespace fp8lt

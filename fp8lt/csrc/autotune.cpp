@@ -17,16 +17,10 @@
 #include <sstream>
 #include <utility>
 
+#include "memory.h"
+
 namespace fp8lt {
 namespace {
-
-#define FP8LT_CUDA_CHECK(expr)                                                                 \
-  do {                                                                                         \
-    const cudaError_t fp8lt_status = (expr);                                                   \
-    if (fp8lt_status != cudaSuccess) cudaGetLastError();                                       \
-    TORCH_CHECK(fp8lt_status == cudaSuccess, "fp8lt: ", #expr, " failed: ",                    \
-                cudaGetErrorString(fp8lt_status));                                             \
-  } while (0)
 
 struct Settings {
   std::mutex mutex;
@@ -51,21 +45,9 @@ using Event = std::unique_ptr<CUevent_st, EventDeleter>;
 
 Event make_event() {
   cudaEvent_t raw = nullptr;
-  FP8LT_CUDA_CHECK(cudaEventCreate(&raw));
+  check_cuda(cudaEventCreate(&raw), "cudaEventCreate");
   return Event(raw);
 }
-
-// While it lives, what this thread does may not break a capture of another thread.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { FP8LT_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
 
 // The plans that run at all; the first must. Loads their kernels, too.
 std::vector<size_t> that_run(const std::vector<Plan>& plans,
@@ -90,16 +72,16 @@ std::vector<std::vector<float>> take_turns(const std::vector<size_t>& turns,
   std::vector<std::pair<Event, Event>> events;
   for (size_t i = 0; i < turns.size() * rounds; ++i) {
     events.emplace_back(make_event(), make_event());
-    FP8LT_CUDA_CHECK(cudaEventRecord(events.back().first.get(), stream));
+    check_cuda(cudaEventRecord(events.back().first.get(), stream), "cudaEventRecord");
     run(plans[turns[i % turns.size()]]);
-    FP8LT_CUDA_CHECK(cudaEventRecord(events.back().second.get(), stream));
+    check_cuda(cudaEventRecord(events.back().second.get(), stream), "cudaEventRecord");
   }
-  FP8LT_CUDA_CHECK(cudaStreamSynchronize(stream));
+  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   std::vector<std::vector<float>> times(turns.size());
   for (size_t i = 0; i < events.size(); ++i) {
     float ms = 0;
-    FP8LT_CUDA_CHECK(
-        cudaEventElapsedTime(&ms, events[i].first.get(), events[i].second.get()));
+    const auto& [start, end] = events[i];
+    check_cuda(cudaEventElapsedTime(&ms, start.get(), end.get()), "cudaEventElapsedTime");
     times[i % turns.size()].push_back(ms * 1e3f);
   }
   return times;
@@ -143,12 +125,6 @@ void set_autotune(bool enabled, const std::string& directory, bool verbose) {
 
 bool autotune_enabled() { return settings().enabled.load(std::memory_order_relaxed); }
 
-bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  FP8LT_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  return status != cudaStreamCaptureStatusNone;
-}
-
 Timing fastest(const std::vector<Plan>& plans, const std::function<void(const Plan&)>& run,
                cudaStream_t stream) {
   constexpr int kRounds = 15;
@@ -190,7 +166,7 @@ Choices& Choices::of(int device) {
 
 Choices::Choices(int device) {
   cudaDeviceProp gpu{};
-  FP8LT_CUDA_CHECK(cudaGetDeviceProperties(&gpu, device));
+  check_cuda(cudaGetDeviceProperties(&gpu, device), "cudaGetDeviceProperties");
   for (const char c : std::string(gpu.name)) {
     file_name_ += std::isalnum(static_cast<unsigned char>(c)) ? c : '-';
   }

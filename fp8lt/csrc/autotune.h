@@ -18,8 +18,6 @@ namespace fp8lt {
 void set_autotune(bool enabled, const std::string& directory, bool verbose);
 bool autotune_enabled();
 
-bool is_capturing(cudaStream_t stream);
-
 struct Timing {
   size_t best;               // its index
   float best_us, first_us;   // medians; first is what would run without autotuning

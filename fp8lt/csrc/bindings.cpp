@@ -2,7 +2,6 @@
 // out of bounds, device and stream. Schemas and shape rules are in ops.py alone.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
@@ -12,8 +11,6 @@
 
 #include <algorithm>
 #include <array>
-#include <map>
-#include <mutex>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -21,6 +18,7 @@
 #include "autotune.h"
 #include "gemm.h"
 #include "kernels.h"
+#include "memory.h"
 #include "quantize.h"
 
 namespace fp8lt {
@@ -58,77 +56,6 @@ bool is_fp8(ScalarType type) {
 Tensor aligned(const Tensor& t) {
   return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 ? t : t.clone();
 }
-
-// at::empty without its way through the dispatcher.
-Tensor empty(at::IntArrayRef sizes, ScalarType dtype, c10::Device device) {
-  return Tensor(at::detail::empty_cuda(sizes, dtype, device, std::nullopt));
-}
-
-// One allocation, cut into tensors.
-class Block {
- public:
-  Block(size_t bytes, c10::Device device)
-      : whole_(empty({static_cast<int64_t>(bytes)}, ScalarType::Byte, device)) {}
-
-  // What a tensor takes of a block: its bytes, and those until the next may begin.
-  static size_t bytes_of(int64_t elements, ScalarType dtype) {
-    return (elements * at::elementSize(dtype) + kAlignment - 1) / kAlignment * kAlignment;
-  }
-
-  Tensor take(at::IntArrayRef sizes, ScalarType dtype) {
-    Tensor t = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(whole_.storage()), whole_.key_set(), c10::scalarTypeToTypeMeta(dtype));
-    auto* impl = t.unsafeGetTensorImpl();
-    impl->set_storage_offset(static_cast<int64_t>(used_ / at::elementSize(dtype)));
-    impl->set_sizes_contiguous(sizes);
-    used_ += bytes_of(impl->numel(), dtype);
-    return t;
-  }
-
- private:
-  static constexpr size_t kAlignment = 256;  // what torch's allocator gives, too
-  Tensor whole_;
-  size_t used_ = 0;
-};
-
-void check_launch(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) cudaGetLastError();  // or torch's next check would report it again
-  TORCH_CHECK(status == cudaSuccess, "fp8lt: ", what, " failed: ", cudaGetErrorString(status));
-}
-
-// Scratch memory of all kernels: one per stream, for life, since streams that run side by side must
-// not share it. It does not come from torch's allocator, which may be lending out the memory pool
-// of a CUDA graph just now: a block kept from there would outlive the graph, or be shared with it.
-void* persistent_workspace(const c10::cuda::CUDAStream& stream) {
-  static auto* const mutex = new std::mutex;  // never destroyed: the driver may be gone at exit
-  static auto* const found = new std::map<std::pair<int, cudaStream_t>, void*>;
-  const std::lock_guard<std::mutex> lock(*mutex);
-  void*& mine = (*found)[{stream.device_index(), stream.stream()}];
-  if (mine == nullptr) {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // another thread may be capturing
-    check_launch(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-    if (cudaMalloc(&mine, kWorkspaceBytes) != cudaSuccess) {
-      mine = nullptr;
-      cudaGetLastError();  // torch may hold all memory: Workspace asks it instead
-    }
-    check_launch(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-  }
-  return mine;
-}
-
-// The scratch memory for one launch on a stream; the next launch there may have the same.
-struct Workspace {
-  void* pointer = nullptr;
-  Tensor borrowed;  // inside a capture: the graph's own, from its pool; or larger than the usual
-
-  Workspace(const c10::cuda::CUDAStream& stream, size_t bytes) {
-    if (bytes <= kWorkspaceBytes && !is_capturing(stream)) pointer = persistent_workspace(stream);
-    if (pointer == nullptr) {
-      borrowed = empty({static_cast<int64_t>(bytes)}, ScalarType::Byte, stream.device());
-      pointer = borrowed.mutable_data_ptr();
-    }
-  }
-};
 
 bool is_real(ScalarType type) {
   return type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
@@ -197,7 +124,7 @@ Quantized quantize_tensorwise_cuda(const Tensor& x, ScalarType dtype, bool row_m
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Workspace workspace(stream, quantize_scratch_bytes(q));
   q.scratch = workspace.pointer;
-  check_launch(quantize_tensorwise(q, stream), "quantize_tensorwise");
+  check_cuda(quantize_tensorwise(q, stream), "quantize_tensorwise");
   return result;
 }
 

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "autotune.h"
+#include "memory.h"
 #include "plan.h"
 
 namespace fp8lt {
@@ -157,10 +158,10 @@ const char* type_name(cudaDataType_t type) {
 
 // ------------------------------------------------------------------------------ choice by a rule
 
-// Below this many multiply-adds fast accumulation buys nothing (on an H200 the times are within
-// 1 % at 16x4096x4096 and smaller, up to 9 % apart above), while a dot product of length 4096 may
-// lose 2 % to it.
-constexpr int64_t kFastAccumWork = int64_t{1} << 30;
+// Below this many multiply-adds fast accumulation buys little or nothing (on an H200 slow
+// accumulation takes 30 % less time at 64x4096x4096, 2 % less at 16x8192x8192, 5 % more at
+// 256x4096x1024), while a dot product of length 4096 may lose 2 % to it.
+constexpr int64_t kFastAccumWork = int64_t{1} << 31;
 
 // With a scale per row there is a single kernel, and for large GEMMs with fast accumulation it
 // beats the first choice with a scale per tensor, so a tensor's scale is written out once per row.

@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <utility>
 
 #include "amax.cuh"
 #include "cast.cuh"
@@ -85,8 +86,9 @@ template <typename T, Fp8Type kType>
 __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
     cluster_kernel(const QuantizeTensorwise q, const Grid grid, float* tile_sums) {
 #if FP8LT_SM90
-  __shared__ uint32_t block_largest;
+  __shared__ uint32_t warp_largest[kCluster * kWarps];  // of the whole cluster, in every block
   const auto cluster = cooperative_groups::this_cluster();
+  auto started = cluster.barrier_arrive();
   const Share share{blockIdx.x, gridDim.x};  // the grid is the cluster
   const Shared shared = shared_memory();
   const Walk walk(grid.tiles, share);
@@ -110,13 +112,14 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
       largest = add_magnitudes<T>(largest, lines[l / kLines<T>][l % kLines<T>]);
     }
   }
-  const uint32_t mine = block_amax<T>(largest);
-  if (threadIdx.x == 0) block_largest = mine;
-  cluster.sync();
-  largest = 0;
-  if (threadIdx.x % 32 < kCluster) {
-    largest = *cluster.map_shared_rank(&block_largest, threadIdx.x % 32);
+  largest = __reduce_max_sync(0xffffffffu, __float_as_uint(Bits<T>::widest(largest)));
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  cluster.barrier_wait(std::move(started));  // nobody writes into a block that is not there yet
+  if (lane < kCluster) {
+    cluster.map_shared_rank(warp_largest, lane)[share.block * kWarps + warp] = largest;
   }
+  cluster.sync();
+  for (int i = lane; i < kCluster * kWarps; i += 32) largest = max(largest, warp_largest[i]);
   largest = __reduce_max_sync(0xffffffffu, largest);
   const float scale = scale_of<kType>(__uint_as_float(largest));
   write_scale_inv(q, share, scale);
@@ -125,7 +128,6 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
   } else if (q.data != nullptr) {
     rows.template store<kType>(share.block, lines, scale);
   }
-  cluster.sync();  // none ends while another may still read its shared memory
 #endif
 }
 

@@ -1,0 +1,64 @@
+#include "memory.h"
+
+#include <ATen/cuda/EmptyTensor.h>
+
+#include <map>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "gemm.h"
+
+namespace fp8lt {
+namespace {
+
+// Scratch memory of all kernels: one per stream, for life, since streams that run side by side must
+// not share it. It does not come from torch's allocator, which may be lending out the memory pool
+// of a CUDA graph just now: a block kept from there would outlive the graph, or be shared with it.
+void* persistent_workspace(const c10::cuda::CUDAStream& stream) {
+  static auto* const mutex = new std::mutex;  // never destroyed: the driver may be gone at exit
+  static auto* const found = new std::map<std::pair<int, cudaStream_t>, void*>;
+  const std::lock_guard<std::mutex> lock(*mutex);
+  void*& mine = (*found)[{stream.device_index(), stream.stream()}];
+  if (mine == nullptr) {
+    const RelaxedCapture relaxed;
+    if (cudaMalloc(&mine, kWorkspaceBytes) != cudaSuccess) {
+      mine = nullptr;
+      cudaGetLastError();  // torch may hold all memory: Workspace asks it instead
+    }
+  }
+  return mine;
+}
+
+}  // namespace
+
+at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
+  return at::Tensor(at::detail::empty_cuda(sizes, dtype, device, std::nullopt));
+}
+
+void check_cuda(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();
+  TORCH_CHECK(false, "fp8lt: ", what, " failed: ", cudaGetErrorString(status));
+}
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+RelaxedCapture::RelaxedCapture() {
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
+}
+RelaxedCapture::~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+Workspace::Workspace(const c10::cuda::CUDAStream& stream, size_t bytes) {
+  if (bytes <= kWorkspaceBytes && !is_capturing(stream)) pointer = persistent_workspace(stream);
+  if (pointer == nullptr) {
+    borrowed = empty({static_cast<int64_t>(bytes)}, at::ScalarType::Byte, stream.device());
+    pointer = borrowed.mutable_data_ptr();
+  }
+}
+
+}  // namespace fp8lt

@@ -1,0 +1,66 @@
+// Device memory: outputs of operators, and scratch memory of kernels.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <cstddef>
+
+namespace fp8lt {
+
+// at::empty without its way through the dispatcher.
+at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device);
+
+// One allocation, cut into tensors.
+class Block {
+ public:
+  Block(size_t bytes, c10::Device device)
+      : whole_(empty({static_cast<int64_t>(bytes)}, at::ScalarType::Byte, device)) {}
+
+  // What a tensor takes of a block: its bytes, and those until the next may begin.
+  static size_t bytes_of(int64_t elements, at::ScalarType dtype) {
+    return (elements * at::elementSize(dtype) + kAlignment - 1) / kAlignment * kAlignment;
+  }
+
+  at::Tensor take(at::IntArrayRef sizes, at::ScalarType dtype) {
+    at::Tensor t = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(whole_.storage()), whole_.key_set(), c10::scalarTypeToTypeMeta(dtype));
+    auto* impl = t.unsafeGetTensorImpl();
+    impl->set_storage_offset(static_cast<int64_t>(used_ / at::elementSize(dtype)));
+    impl->set_sizes_contiguous(sizes);
+    used_ += bytes_of(impl->numel(), dtype);
+    return t;
+  }
+
+ private:
+  static constexpr size_t kAlignment = 256;  // what torch's allocator gives, too
+  at::Tensor whole_;
+  size_t used_ = 0;
+};
+
+// Throws c10::Error with CUDA's reason; clears it, or torch's next check would report it again.
+void check_cuda(cudaError_t status, const char* what);
+
+// The scratch memory for one launch on a stream; the next launch there may have the same.
+struct Workspace {
+  void* pointer = nullptr;
+  at::Tensor borrowed;  // inside a capture: the graph's own, from its pool; or larger than usual
+
+  Workspace(const c10::cuda::CUDAStream& stream, size_t bytes);
+};
+
+bool is_capturing(cudaStream_t stream);
+
+// While it lives, what this thread does cannot break another thread's capture of a CUDA graph.
+class RelaxedCapture {
+ public:
+  RelaxedCapture();
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+}  // namespace fp8lt
