@@ -11,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import bench_core
 import bench_modes
+import bench_parts
 import bench_plot
 import bench_report
 import bench_targets
@@ -112,14 +113,30 @@ def test_the_floors_count_one_or_two_reads_and_two_bytes_written() -> None:
 
 def test_the_parts_of_a_layer_never_show_a_negative_gap() -> None:
     whole = bench_core.make_row("1x2x3", "fwd+bwd", "fp8lt", {}, [100.0, 100.0, 100.0])
-    entries = [
-        bench_timing.Entry("GEMMs", bool, [60.0, 60.0, 80.0]),
-        bench_timing.Entry("quantise", bool, [10.0, 20.0, 30.0]),
-    ]
-    part = bench_modes.part_row([whole], entries)
+    entry = bench_timing.Entry("parts", bool)
+    parts = bench_parts.Parts(entry, [60.0, 60.0, 80.0], [10.0, 20.0, 30.0])
+    part = bench_parts.part_row([whole], parts)
     assert part["rounds_us"]["host_gap"] == [30, 20, 0]
     assert (part["gemms_us"], part["quantise_us"], part["host_gap_us"]) == (60, 20, 20)
     assert part["gemm_share"] == 0.6
+
+
+def test_the_kernels_of_a_run_follow_its_flush_and_overlaps_count_once() -> None:
+    spans = [
+        bench_parts.Span(*one)
+        for one in [
+            ("heat", 0, 50),
+            ("FillFunctor<unsigned char>", 50, 60),
+            ("void fp8lt::(anonymous namespace)::amax_kernel", 60, 70),
+            ("void fp8lt::(anonymous namespace)::cast_kernel", 66, 90),  # starts early
+            ("Memset (Device)", 91, 92),
+            ("nvjet_qqtst", 93, 193),
+            ("FillFunctor<unsigned char>", 200, 210),
+            ("nvjet_qqtst", 210, 220),
+        ]
+    ]
+    runs = bench_parts.kernels_of_runs(spans)
+    assert [bench_parts.split(run) for run in runs] == [(101, 30), (10, 0)]
 
 
 # ------------------------------------------------------------------------------- targets, tables

@@ -19,7 +19,8 @@ from typing import Any
 import bench_gemm
 import torch
 from bench_core import RUNS, Bench, Result, Row, Shape, make_row
-from bench_linear import INPUT_SETS, WARM_UP, Case, Phase, measure_case
+from bench_linear import INPUT_SETS, Case, Phase, measure_case
+from bench_parts import part_row, parts_of
 from bench_peers import INFERENCE, TRAINING, Contender
 from bench_timing import Entry, ratios, reason, relative_error, run_rounds, wrong
 from torch import Tensor
@@ -62,22 +63,23 @@ def linear_mode(
     contenders, lost = bench.choose(line_up)
     with_parts = mode == "layer" and any(c.name == "fp8lt" for c in contenders)
     wanted = shapes_of(mode, bench)
-    bench.expect(len(wanted) * (len(phases) * len(contenders) + 2 * with_parts))
+    bench.expect(len(wanted) * (len(phases) * len(contenders) + with_parts))
     rows: list[Row] = []
     parts: list[Row] = []
     for shape in wanted:
         try:
             bench.free()
             case = Case(shape, bench.device, backward=any(phase.backward for phase in phases))
-            extra = part_entries(bench, case) if with_parts else []
-            new = measure_case(bench, contenders, case, phases, {BOTH: extra})
+            extra = parts_of(bench, case) if with_parts else None
+            entries = {BOTH: [extra.entry]} if extra else {}
+            new = measure_case(bench, contenders, case, phases, entries)
         except Exception as error:  # no contender's fault: such as too little memory for the shape
             rows += [
                 make_row(str(shape), phase.name, "every contender", {}, (), failure=reason(error))
                 for phase in phases
             ]
             continue
-        if with_parts:
+        if extra:
             parts.append(part_row(new, extra))
         rows += new
     return {"rows": rows, "missing": lost, **({"parts": parts} if with_parts else {})}
@@ -100,76 +102,6 @@ def host(bench: Bench) -> Result:
 def decode(bench: Bench) -> Result:
     phases = [Phase(FORWARD, False, "layer"), Phase(HIDDEN, False, "device")]
     return linear_mode(bench, "decode", INFERENCE, phases)
-
-
-# --------------------------------------------------------------------- the parts of fp8lt's layer
-
-
-def part_entries(bench: Bench, case: Case) -> list[Entry]:
-    """Return the three GEMMs and the three quantises of fp8lt's layer, each group by itself.
-
-    Their device time alone counts: what the layer takes beyond them is the host's gaps.
-    """
-    names = ("GEMMs", "quantise")
-    try:
-        calls = part_calls(case)
-        for call in calls * WARM_UP:
-            call()
-    except Exception as error:  # then the layer has failed, too, or will say why
-        return [Entry(name, bool, failure=reason(error)) for name in names]
-    return [
-        Entry(name, partial(bench.timer.measure, call, "device", RUNS))
-        for name, call in zip(names, calls, strict=True)
-    ]
-
-
-def part_calls(case: Case) -> list[Callable[[], Any]]:
-    from fp8lt import device, ops, recipe
-
-    formats, chosen = device.formats(case.w.device), recipe.resolve("tensorwise")
-    e4m3, e5m2 = chosen.forward_dtype(formats), chosen.backward_dtype(formats)
-    (m, k, n), gemm = case.shape, ops.gemm_nt
-
-    def quantise(x: Tensor, dy: Tensor) -> list[Any]:
-        pairs = ((x.detach(), e4m3), (case.w, e4m3), (dy, e5m2))
-        return [ops.quantize_tensorwise(t, dtype) for t, dtype in pairs]
-
-    def gemms(x: Any, w: Any, dy: Any) -> None:
-        gemm(x.data, w.data, x.scale_inv, w.scale_inv, m, n, fast_accum=chosen.fast_accum_output)
-        gemm(dy.data, w.data_t, dy.scale_inv, w.scale_inv, m, k,
-             fast_accum=chosen.fast_accum_grad_input)  # fmt: skip
-        gemm(dy.data_t, x.data_t, dy.scale_inv, x.scale_inv, n, k,
-             fast_accum=chosen.fast_accum_grad_weight)  # fmt: skip
-
-    inputs = itertools.cycle(case.sets)
-    operands = itertools.cycle([quantise(*one) for one in case.sets])
-    return [lambda: gemms(*next(operands)), lambda: quantise(*next(inputs))]
-
-
-def part_row(rows: Sequence[Row], entries: Sequence[Entry]) -> Row:
-    """Return the parts of fp8lt's layer in one shape: medians, shares, all rounds."""
-    whole = next(r for r in rows if r["contender"] == "fp8lt" and r["phase"] == BOTH)
-    gemms, quantise = entries
-    failure = gemms.failure or quantise.failure or whole["reason"]
-    if failure:
-        return {"case": whole["case"], "status": "failed", "reason": failure}
-    layer_us = whole["rounds_us"]
-    # The parts were timed apart, on other runs: at a small gap noise may make it negative.
-    gap = [
-        max(0.0, a - b - c)
-        for a, b, c in zip(layer_us, gemms.rounds_us, quantise.rounds_us, strict=True)
-    ]
-    shares = ratios(gemms.rounds_us, layer_us)
-    return {
-        "case": whole["case"],
-        "status": "ok",
-        "gemms_us": statistics.median(gemms.rounds_us),
-        "quantise_us": statistics.median(quantise.rounds_us),
-        "host_gap_us": statistics.median(gap),
-        "gemm_share": statistics.median(shares),
-        "rounds_us": {"gemms": gemms.rounds_us, "quantise": quantise.rounds_us, "host_gap": gap},
-        "gemm_shares": shares,
-    }
 
 
 # ---------------------------------------------------------------------------------- quantise alone

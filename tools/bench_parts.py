@@ -1,0 +1,132 @@
+"""Where the time of fp8lt's layer goes: GEMMs, quantise, and the rest, the host gap.
+
+A profiler times the kernels inside the running layer, in the rounds in which the layer itself is
+timed without it. GEMMs are all kernels that are not fp8lt's: cuBLASLt clears a few bytes before
+some. A launch that begins while the one before it ends is not counted twice. On a CPU the operators
+take the kernels' place.
+"""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from bench_core import RUNS, Bench, Row
+from bench_linear import WARM_UP, Case
+from bench_peers import fp8lt_linear
+from bench_timing import Entry, ratios, reason
+from torch.profiler import ProfilerActivity, profile
+
+
+class Span(NamedTuple):
+    """One kernel or operator, in us."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass
+class Parts:
+    """A measurement of the rounds, and what it found in each."""
+
+    entry: Entry
+    gemms_us: list[float] = field(default_factory=list)
+    quantise_us: list[float] = field(default_factory=list)
+
+
+def parts_of(bench: Bench, case: Case) -> Parts:
+    """Return what profiles fp8lt's layer, forward and backward."""
+    try:
+        layer = fp8lt_linear(case.w)
+        call = case.call(layer, backward=True)
+        for _ in range(WARM_UP):
+            call()
+    except Exception as error:  # then the layer has failed, too, or will say why
+        return Parts(Entry("parts", bool, failure=reason(error)))
+    on_gpu = bench.device.type == "cuda"
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+
+    def measure() -> float:
+        with profile(activities=[activity]) as profiler:
+            us = bench.timer.measure(call, "layer", RUNS)
+            bench.timer.synchronize()
+        spans = spans_of(profiler.events(), on_gpu)
+        runs = kernels_of_runs(spans) if on_gpu else operators_of_runs(spans)
+        gemms, quantise = zip(*map(split, runs), strict=True)
+        parts.gemms_us.append(statistics.median(gemms))
+        parts.quantise_us.append(statistics.median(quantise))
+        return us
+
+    parts = Parts(Entry("parts", measure))
+    return parts
+
+
+def spans_of(events: Iterable[Any], on_gpu: bool) -> list[Span]:
+    wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    spans = [
+        Span(e.name, e.time_range.start, e.time_range.end)
+        for e in events
+        if e.device_type == wanted
+    ]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def kernels_of_runs(spans: Sequence[Span]) -> list[list[Span]]:
+    """Return the kernels of each run: what follows a flush, which fills memory."""
+    runs: list[list[Span]] = []
+    for span in spans:
+        if "fill" in span.name.lower():
+            runs.append([])
+        elif runs:  # before the first flush comes the heat
+            runs[-1].append(span)
+    return runs
+
+
+def operators_of_runs(spans: Sequence[Span]) -> list[list[Span]]:
+    """Return the operators of each run, which all have the same."""
+    ours = [span for span in spans if span.name.startswith("fp8lt::")]
+    each = len(ours) // RUNS
+    return [ours[i * each : (i + 1) * each] for i in range(RUNS)]
+
+
+def split(spans: Sequence[Span]) -> tuple[float, float]:
+    """Return how long any GEMM, and how long any quantise was running."""
+    gemms = [s for s in spans if not is_quantise(s.name)]
+    return busy(gemms), busy([s for s in spans if is_quantise(s.name)])
+
+
+def is_quantise(name: str) -> bool:
+    return "fp8lt::" in name and "fp8lt::gemm" not in name
+
+
+def busy(spans: Sequence[Span]) -> float:
+    """Return the length of the union of spans that are in order."""
+    total, until = 0.0, float("-inf")
+    for span in spans:
+        total += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
+    return total
+
+
+def part_row(rows: Sequence[Row], parts: Parts) -> Row:
+    """Return the parts of fp8lt's layer in one shape: medians, shares, all rounds."""
+    whole = next(r for r in rows if r["contender"] == "fp8lt" and r["phase"] == "fwd+bwd")
+    failure = parts.entry.failure or whole["reason"]
+    if failure:
+        return {"case": whole["case"], "status": "failed", "reason": failure}
+    layer_us, gemms_us, quantise_us = whole["rounds_us"], parts.gemms_us, parts.quantise_us
+    # The layer was timed in other runs of a round: at a small gap noise may make it negative.
+    gap = [max(0.0, a - b - c) for a, b, c in zip(layer_us, gemms_us, quantise_us, strict=True)]
+    shares = ratios(gemms_us, layer_us)
+    return {
+        "case": whole["case"],
+        "status": "ok",
+        "gemms_us": statistics.median(gemms_us),
+        "quantise_us": statistics.median(quantise_us),
+        "host_gap_us": statistics.median(gap),
+        "gemm_share": statistics.median(shares),
+        "rounds_us": {"gemms": gemms_us, "quantise": quantise_us, "host_gap": gap},
+        "gemm_shares": shares,
+    }
