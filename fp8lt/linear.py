@@ -7,7 +7,8 @@
 
 Every GEMM is the K-major form, so each tensor is quantised once, into the layouts that its GEMMs
 need. Forward keeps FP8 copies only (x_t, w_t and their scales: a byte per element instead of two or
-four), and only those whose gradient somebody wants.
+four), and only those whose gradient somebody wants. A weight is in memory anyway: a recipe may ask
+for it to be quantised once more in backward instead (`recompute_weight`).
 """
 
 import functools
@@ -185,12 +186,15 @@ class _Linear(torch.autograd.Function):
         emulated: bool,
     ) -> Tensor:
         need_x, need_w, *_ = ctx.needs_input_grad
+        ctx.recompute_weight = need_x and recipe.recompute_weight and w_quantized is None
         y, xq, wq = _forward(
-            x, w, bias, w_quantized, recipe, out_dtype, emulated, need_x=need_x, need_w=need_w
-        )
+            x, w, bias, w_quantized, recipe, out_dtype, emulated,
+            need_x=need_x and not ctx.recompute_weight, need_w=need_w,
+        )  # fmt: skip
+        keep_w = (w, None) if ctx.recompute_weight else (wq.data_t, wq.scale_inv)
         ctx.save_for_backward(
             *((xq.data_t, xq.scale_inv) if need_w else (None, None)),
-            *((wq.data_t, wq.scale_inv) if need_x else (None, None)),
+            *(keep_w if need_x else (None, None)),
         )
         ctx.recipe, ctx.emulated, ctx.x_shape = recipe, emulated, x.shape
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
@@ -199,7 +203,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @_differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_t, x_scale_inv, w_t, w_scale_inv = ctx.saved_tensors
+        x_t, x_scale_inv, w_t, w_scale_inv = ctx.saved_tensors  # or w, and nothing
         need_x, need_w, need_bias, *_ = ctx.needs_input_grad
         recipe, emulated, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.emulated, ctx.dtypes
         *lead, k = ctx.x_shape
@@ -215,6 +219,11 @@ class _Linear(torch.autograd.Function):
             db = dyq.sums if need_bias else None
         elif need_bias:
             db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
+        if need_x and ctx.recompute_weight:
+            fp8 = recipe.forward_dtype(device.formats(dy.device))
+            _, w_t, w_scale_inv, _ = ops.quantize_tensorwise(
+                w_t, fp8, row_major=False, emulated=emulated
+            )
         if need_x:
             dx = ops.gemm_nt(
                 dyq.data, w_t, dyq.scale_inv, w_scale_inv, m, k, out_dtype=x_dtype,

@@ -45,7 +45,8 @@ _library.define(
 _library.define(
     "linear(Tensor x, Tensor w, Tensor? bias, Tensor? w_data, Tensor? w_data_t,"
     " Tensor? w_scale_inv, ScalarType forward_fp8, ScalarType backward_fp8, ScalarType out_dtype,"
-    " bool fast_output, bool fast_grad_input, bool fast_grad_weight) -> Tensor"
+    " bool fast_output, bool fast_grad_input, bool fast_grad_weight, bool recompute_weight)"
+    " -> Tensor"
 )
 _library.define("cublaslt_versions() -> (int compiled, int loaded)")
 _library.define("set_autotune(bool enabled, str directory, bool verbose) -> ()")
@@ -160,6 +161,7 @@ def linear(
         x, w, bias, *(w_quantized[:3] if w_quantized else (None, None, None)),
         recipe.forward_dtype(device.OCP), recipe.backward_dtype(device.OCP), out_dtype,
         recipe.fast_accum_output, recipe.fast_accum_grad_input, recipe.fast_accum_grad_weight,
+        recipe.recompute_weight,
     )  # fmt: skip
     return y
 

@@ -155,7 +155,111 @@ def test_export_keeps_a_dynamic_batch() -> None:
     assert torch.equal(program.module()(x), layer(x))
 
 
+def test_a_weight_that_is_quantised_again_in_backward_changes_no_bit(on: torch.device) -> None:
+    x = randn(33, 70, on=on, dtype=torch.bfloat16).requires_grad_()
+    w = randn(50, 70, on=on, dtype=torch.bfloat16).requires_grad_()
+    dy = randn(33, 50, on=on, dtype=torch.bfloat16)
+    y = fp8lt.linear(x, w)
+    want = (y, *torch.autograd.grad(y, (x, w), dy))
+    lean = fp8lt.DynamicScaling(recompute_weight=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = fp8lt.linear(x, w, recipe=lean)
+    assert all(map(torch.equal, (y, *torch.autograd.grad(y, (x, w), dy)), want))
+    assert [t.shape for t in saved if t.dtype == E4M3] == [(80, 48)]  # x_t, padded; no w_t
+    assert any(t.data_ptr() == w.data_ptr() for t in saved)
+    wq = fp8lt.quantize_weight(w)
+    y = fp8lt.linear(x, w, recipe=lean, w_quantized=wq)
+    assert all(map(torch.equal, (y, *torch.autograd.grad(y, (x, w), dy)), want))
+    y = fp8lt.linear(x, w, recipe=lean)
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(dy)
+
+
 # -------------------------------------------------------------------------------------- GPU only
+
+
+def attention(on: torch.device) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Return an activation, three weights for it, and a gradient."""
+    x = randn(96, 256, on=on, dtype=torch.bfloat16).requires_grad_()
+    weights = [
+        randn(128, 256, on=on, dtype=torch.bfloat16, seed=seed).requires_grad_()
+        for seed in (1, 2, 3)
+    ]
+    return x, weights, randn(96, 128, on=on, dtype=torch.bfloat16, seed=4)
+
+
+@pytest.mark.gpu
+def test_layers_that_share_an_activation_share_its_copies() -> None:
+    x, weights, dy = attention(torch.device("cuda"))
+    want = [torch.autograd.grad(fp8lt.linear(x, w), (x, w), dy) for w in weights]
+    before = torch.cuda.memory_allocated()
+
+    def shared() -> None:
+        h, x_t = x * 1, set()
+
+        def pack(t: Tensor) -> Tensor:
+            x_t.update([t.data_ptr()] if t.dtype == E4M3 and t.shape == (256, 96) else [])
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            ys = [fp8lt.linear(h, w) for w in weights]
+        assert len(x_t) == 1
+        got = [torch.autograd.grad(y, (h, w), dy) for y, w in zip(ys, weights, strict=True)]
+        assert all(all(map(torch.equal, *pair)) for pair in zip(got, want, strict=True))
+
+    shared()
+    assert torch.cuda.memory_allocated() == before  # nothing is kept
+
+
+@pytest.mark.gpu
+def test_an_activation_that_has_changed_is_quantised_anew() -> None:
+    x, (w, *_), _ = attention(torch.device("cuda"))
+    h = x * 1
+    fp8lt.linear(h, w)
+    h.mul_(3)
+    assert torch.equal(fp8lt.linear(h, w), fp8lt.linear((x * 3).detach(), w))
+    h = x * 1
+    fp8lt.linear(h, w)
+    assert torch.equal(fp8lt.linear(h.view(2, 48, 256), w).view(96, 128), fp8lt.linear(h, w))
+    leaf = x.detach().clone().requires_grad_()  # such as a buffer that inputs are copied into
+    fp8lt.linear(leaf, w)
+    leaf.data.mul_(3)  # autograd does not count this
+    assert torch.equal(fp8lt.linear(leaf, w), fp8lt.linear(leaf.clone(), w))
+
+
+@pytest.mark.gpu
+def test_an_activation_is_not_shared_between_streams_formats_and_captures() -> None:
+    x, (w, v, _), dy = attention(torch.device("cuda"))
+    h = x * 1
+    want = fp8lt.linear(h, w)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    saved: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with hooks:
+        fp8lt.linear(h, w)
+        with torch.cuda.stream(stream):
+            y = fp8lt.linear(h, w)
+    torch.cuda.synchronize()
+    assert torch.equal(y, want)
+    assert len({t.data_ptr() for t in saved if t.dtype == E4M3 and t.shape == (256, 96)}) == 2
+
+    def step() -> tuple[Tensor, ...]:
+        h = x * 1
+        return torch.autograd.grad(fp8lt.linear(h, w) + fp8lt.linear(h, v), (x, w, v), dy)
+
+    for _ in range(3):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.mul_(2)
+    graph.replay()
+    assert all(map(torch.equal, captured, step()))
 
 
 @pytest.mark.gpu

@@ -118,8 +118,10 @@ def leaves(*tensors): return [t.clone().requires_grad_(need) for t, need in tens
 
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
 tensorwise, count = recipe.resolve("tensorwise"), 0
-for lead, x_dtype, w_dtype, bias_dtype, out_dtype in itertools.product(
-    [(), (0,), (3, 5)], [bf16, f32], [bf16, f32], [None, bf16, f32], [bf16, f16, f32]
+lean = recipe.DynamicScaling(recompute_weight=True)
+for lead, x_dtype, w_dtype, bias_dtype, out_dtype, how in itertools.product(
+    [(), (0,), (3, 5)], [bf16, f32], [bf16, f32], [None, bf16, f32], [bf16, f16, f32],
+    [tensorwise, lean],
 ):
     x, w = torch.randn(*lead, 40, dtype=x_dtype), torch.randn(24, 40, dtype=w_dtype)
     b = [] if bias_dtype is None else [torch.randn(24, dtype=bias_dtype)]
@@ -129,9 +131,9 @@ for lead, x_dtype, w_dtype, bias_dtype, out_dtype in itertools.product(
             args = leaves(*zip([x, w, *b], needs, strict=True))
             bias = args[2] if b else None
             if native:
-                y = ops.linear(args[0], args[1], bias, None, tensorwise, out_dtype)
+                y = ops.linear(args[0], args[1], bias, None, how, out_dtype)
             elif any(needs):
-                y = _Linear.apply(args[0], args[1], bias, None, tensorwise, out_dtype, False)
+                y = _Linear.apply(args[0], args[1], bias, None, how, out_dtype, False)
             else:
                 y = fp8lt.linear(args[0], args[1], bias, out_dtype=out_dtype)
             if any(needs):
@@ -156,6 +158,7 @@ else:
     raise AssertionError("differentiated twice")
 wq = fp8lt.quantize_weight(w)
 assert torch.equal(ops.linear(x, w, None, wq, tensorwise, f32), run())
+assert torch.equal(ops.linear(x, w, None, wq, lean, f32), run())
 with torch.inference_mode():
     assert torch.equal(ops.linear(x, w, None, None, tensorwise, f32), run())
 print(count)

@@ -362,10 +362,14 @@ def test_training_follows_the_plain_model(on: torch.device) -> None:
 
 def test_the_config_reaches_the_layers(on: torch.device) -> None:
     config = fp8lt.Float8LinearConfig(
-        gemm_config_output=fp8lt.Float8GemmConfig(use_fast_accum=False), emulate=True
+        gemm_config_output=fp8lt.Float8GemmConfig(use_fast_accum=False),
+        force_recompute_fp8_weight_in_bwd=True,
+        emulate=True,
     )
     recipe = fp8lt.convert_to_float8_training(mlp(on), config=config).up.recipe
-    assert recipe == fp8lt.DynamicScaling(fast_accum_output=False, emulate=True)
+    assert recipe == fp8lt.DynamicScaling(
+        fast_accum_output=False, recompute_weight=True, emulate=True
+    )
     named = fp8lt.Float8LinearConfig.from_recipe_name("tensorwise")
     layer = fp8lt.convert_to_float8_training(nn.Linear(40, 8).to(on), config=named)
     x = randn(5, 40, on=on, dtype=torch.float32)

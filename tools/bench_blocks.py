@@ -94,6 +94,14 @@ def convert_fp8lt(model: nn.Module) -> Forward:
     return fp8lt.convert_to_float8_training(model)
 
 
+def convert_fp8lt_lean(model: nn.Module) -> Forward:
+    import fp8lt
+
+    return fp8lt.convert_to_float8_training(
+        model, config=fp8lt.DynamicScaling(recompute_weight=True)
+    )
+
+
 def convert_scaled_mm(model: nn.Module) -> Forward:
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -126,12 +134,14 @@ def unchanged(model: nn.Module) -> Forward:
 VARIANTS = [
     Variant("bf16", "eager", unchanged),
     Variant("fp8lt", "eager", convert_fp8lt),
+    Variant("fp8lt-recomputed", "eager", convert_fp8lt_lean),
     *(
         Variant(f"te-{recipe}", "eager", partial(convert_te, recipe=recipe), peers.needs_te)
         for recipe in ("delayed", "current", "block")
     ),
     Variant("bf16-compiled", "compiled", then_compile(unchanged)),
     Variant("fp8lt-compiled", "compiled", then_compile(convert_fp8lt)),
+    Variant("fp8lt-recomputed-compiled", "compiled", then_compile(convert_fp8lt_lean)),
     Variant("scaled_mm-compiled", "compiled", then_compile(convert_scaled_mm)),
     *(
         Variant(

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "shared_input.h"
 
 namespace fp8lt {
 namespace {
@@ -80,6 +81,7 @@ Tensor gemm_nt(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
 struct Options {
   ScalarType forward_fp8, backward_fp8, out_dtype;
   bool fast_output, fast_grad_input, fast_grad_weight;
+  bool recompute_weight;  // keep w instead of w_t
   std::optional<Quantized> w_quantized;  // w, by somebody who uses it more than once
 };
 
@@ -92,9 +94,12 @@ struct Forward {
 Forward forward(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
                 const Options& o, bool need_x, bool need_w) {
   Forward f;
-  f.x = quantize(x, o.forward_fp8, true, need_w, std::nullopt, Memory::kKept);
+  f.x = need_x && need_w && !x.is_leaf() && is_direct(x)
+            ? quantize_shared_input(x, o.forward_fp8)
+            : quantize(x, o.forward_fp8, true, need_w, std::nullopt, Memory::kKept);
   f.w = o.w_quantized ? *o.w_quantized
-                      : quantize(w, o.forward_fp8, true, need_x, std::nullopt, Memory::kKept);
+                      : quantize(w, o.forward_fp8, true, need_x && !o.recompute_weight,
+                                 std::nullopt, Memory::kKept);
   // As ops._place_bias: in the epilogue where it has a form for it, else after, in f32.
   const bool f32 = o.out_dtype == ScalarType::Float;
   const bool after = bias.has_value() && f32 && bias->scalar_type() != ScalarType::BFloat16;
@@ -125,33 +130,39 @@ struct Refuse : torch::autograd::Function<Refuse> {
 // What autograd calls for the gradients of x, w and bias. A node of its own, since a
 // torch::autograd::Function keeps its state in a dictionary, which costs twice the time.
 struct LinearBackward : torch::autograd::Node {
-  torch::autograd::SavedVariable x_t, x_scale_inv, w_t, w_scale_inv;  // where they are needed
+  // Those that are needed; instead of w_t and its scale it may be the weight itself.
+  torch::autograd::SavedVariable x_t, x_scale_inv, w_t, w_scale_inv, weight;
+  bool recompute_weight;
   at::DimVector x_sizes;
   int64_t n;
-  ScalarType x_dtype, w_dtype, bias_dtype, backward_fp8;
+  ScalarType x_dtype, w_dtype, bias_dtype, forward_fp8, backward_fp8;
   bool fast_grad_input, fast_grad_weight;
 
   LinearBackward(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
                  const Options& o)
       : Node(torch::autograd::collect_next_edges(x, w, bias)),
+        recompute_weight(o.recompute_weight),
         x_sizes(x.sizes()),
         n(w.size(0)),
         x_dtype(x.scalar_type()),
         w_dtype(w.scalar_type()),
         bias_dtype(bias.has_value() ? bias->scalar_type() : ScalarType::Undefined),
+        forward_fp8(o.forward_fp8),
         backward_fp8(o.backward_fp8),
         fast_grad_input(o.fast_grad_input),
         fast_grad_weight(o.fast_grad_weight) {}
 
   std::string name() const override { return "fp8lt::LinearBackward"; }
 
-  void save(const Forward& f, bool need_x, bool need_w) {
+  void save(const Forward& f, const Tensor& w, bool need_x, bool need_w) {
     const auto keep = [](const Tensor& t) { return torch::autograd::SavedVariable(t, false); };
     if (need_w) {
       x_t = keep(std::get<1>(f.x));
       x_scale_inv = keep(std::get<2>(f.x));
     }
-    if (need_x) {
+    if (need_x && recompute_weight) {
+      weight = keep(w);
+    } else if (need_x) {
       w_t = keep(std::get<1>(f.w));
       w_scale_inv = keep(std::get<2>(f.w));
     }
@@ -159,11 +170,12 @@ struct LinearBackward : torch::autograd::Node {
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&x_t, &x_scale_inv, &w_t, &w_scale_inv}) saved->reset_data();
+    for (auto* saved : {&x_t, &x_scale_inv, &w_t, &w_scale_inv, &weight}) saved->reset_data();
   }
 
   variable_list apply(variable_list&& gradients) override {
     const std::lock_guard<std::mutex> lock(mutex_);
+    forget_shared_input();
     if (!gradients[0].defined()) return variable_list(3);
     variable_list results = [&] {
       const at::AutoDispatchBelowAutograd below;
@@ -192,7 +204,13 @@ struct LinearBackward : torch::autograd::Node {
       db = at::sum(dy.reshape({-1, n}), {0}, false, ScalarType::Float).to(bias_dtype);
     }
     if (need_x) {
-      dx = gemm_nt(std::get<0>(q), w_t.unpack(), std::get<2>(q), w_scale_inv.unpack(), x_sizes,
+      Quantized wq;
+      if (recompute_weight) {
+        wq = quantize(weight.unpack(), forward_fp8, false, true, std::nullopt, Memory::kTogether);
+      } else {
+        wq = {Tensor(), w_t.unpack(), w_scale_inv.unpack(), Tensor()};
+      }
+      dx = gemm_nt(std::get<0>(q), std::get<1>(wq), std::get<2>(q), std::get<2>(wq), x_sizes,
                    std::nullopt, x_dtype, fast_grad_input);
     }
     if (need_w) {
@@ -220,11 +238,12 @@ Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bia
               const std::optional<Tensor>& w_data, const std::optional<Tensor>& w_data_t,
               const std::optional<Tensor>& w_scale_inv, ScalarType forward_fp8,
               ScalarType backward_fp8, ScalarType out_dtype, bool fast_output,
-              bool fast_grad_input, bool fast_grad_weight) {
-  Options o{forward_fp8,     backward_fp8,     out_dtype, fast_output,
-            fast_grad_input, fast_grad_weight, {}};
+              bool fast_grad_input, bool fast_grad_weight, bool recompute_weight) {
+  Options o{forward_fp8,     backward_fp8,     out_dtype,        fast_output,
+            fast_grad_input, fast_grad_weight, recompute_weight, {}};
   if (w_data.has_value()) {
     o.w_quantized = Quantized(*w_data, w_data_t.value(), w_scale_inv.value(), Tensor());
+    o.recompute_weight = false;  // its w_t is there
   }
   const bool record = at::GradMode::is_enabled();
   const bool need_x = record && x.requires_grad(), need_w = record && w.requires_grad();
@@ -236,7 +255,7 @@ Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bia
   }
   if (need_x || need_w || need_bias) {
     const auto node = make_node<LinearBackward>(x, w, bias, o);
-    static_cast<LinearBackward&>(*node).save(f, need_x, need_w);
+    static_cast<LinearBackward&>(*node).save(f, w, need_x, need_w);
     torch::autograd::set_history(f.y, node);
   }
   return f.y;

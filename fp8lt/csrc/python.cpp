@@ -1,5 +1,5 @@
-// The layer as a Python function. A call through torch.ops converts each of its twelve arguments by
-// the operator's schema, which takes longer than a kernel launch; a call by Python's own protocol
+// The layer as a Python function. A call through torch.ops converts each of its thirteen arguments
+// by the operator's schema, which takes longer than a kernel launch; a call by Python's protocol
 // does not. Where Python's headers are not installed there is none, and torch.ops serves.
 
 #if __has_include(<Python.h>)
@@ -14,7 +14,7 @@
 namespace fp8lt {
 namespace {
 
-constexpr Py_ssize_t kArguments = 12;
+constexpr Py_ssize_t kArguments = 13;
 
 const at::Tensor& tensor(PyObject* argument) {
   TORCH_CHECK_TYPE(THPVariable_Check(argument), "fp8lt: want a tensor, got ",
@@ -47,12 +47,12 @@ PyObject* call_linear(PyObject* /*module*/, PyObject* const* a, Py_ssize_t count
              w_data_t = optional_tensor(a[4]), w_scale_inv = optional_tensor(a[5]);
   const auto forward_fp8 = dtype(a[6]), backward_fp8 = dtype(a[7]), out_dtype = dtype(a[8]);
   const bool fast_output = flag(a[9]), fast_grad_input = flag(a[10]),
-             fast_grad_weight = flag(a[11]);
+             fast_grad_weight = flag(a[11]), recompute_weight = flag(a[12]);
   at::Tensor y;
   {
     const pybind11::gil_scoped_release no_gil;
     y = linear(x, w, bias, w_data, w_data_t, w_scale_inv, forward_fp8, backward_fp8, out_dtype,
-               fast_output, fast_grad_input, fast_grad_weight);
+               fast_output, fast_grad_input, fast_grad_weight, recompute_weight);
   }
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS

@@ -221,7 +221,8 @@ __device__ inline void store_columns(const QuantizeTensorwise& q, const Place& a
     const uint2 low = *reinterpret_cast<const uint2*>(transpose + shared_word(c, piece * 4));
     const uint2 high = *reinterpret_cast<const uint2*>(transpose + shared_word(c, piece * 4 + 2));
     uint8_t* to = static_cast<uint8_t*>(q.data_t) + col * padded_rows + row;
-    *reinterpret_cast<uint4*>(to) = make_uint4(low.x, low.y, high.x, high.y);
+    // Past the cache: of x and w, this copy waits for backward, and the other is needed now.
+    __stcs(reinterpret_cast<uint4*>(to), make_uint4(low.x, low.y, high.x, high.y));
   }
 }
 
