@@ -104,7 +104,7 @@ def test_settings_refuse_values_they_do_not_know(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("FP8LT_EMULATE", "1")
     monkeypatch.setenv("FP8LT_CACHE_DIR", "there")
     monkeypatch.setenv("FP8LT_VERBOSE", "0")
-    assert settings.read() == ("off", True, "there", False)
+    assert settings.read() == ("off", True, "there", False, False)
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess:

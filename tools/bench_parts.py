@@ -74,14 +74,17 @@ def spans_of(events: Iterable[Any], on_gpu: bool) -> list[Span]:
 
 
 def kernels_of_runs(spans: Sequence[Span]) -> list[list[Span]]:
-    """Return the kernels of each run: what follows a flush, which fills memory."""
+    """Return the kernels of each run: what follows a flush, which fills memory.
+
+    Before each flush come those of the call that is not timed; after the last, a run's alone.
+    """
     runs: list[list[Span]] = []
     for span in spans:
         if "fill" in span.name.lower():
             runs.append([])
-        elif runs:  # before the first flush comes the heat
+        elif runs:
             runs[-1].append(span)
-    return runs
+    return [run[: len(runs[-1])] for run in runs]
 
 
 def operators_of_runs(spans: Sequence[Span]) -> list[list[Span]]:

@@ -31,7 +31,9 @@ TARGETS: dict[str, dict[tuple[str, str, str], float]] = {
         ("compiled", "fwd+bwd", "fp8lt-compiled"): 1.48,
     },
 }
-NO_WORSE = 0.99  # than the first heuristic, every GEMM; the rest is noise
+# Than the first heuristic, every GEMM. Where the rule takes the same kernel (dx, dw), runs on an
+# H200 have given 0.98 to 1.01.
+NO_WORSE = 0.98
 GEMM_SHARE = {"8192x4096x14336": 0.85, "8192x14336x4096": 0.85}
 OVER_TWO_READS = dict.fromkeys(
     ("8192x4096 bfloat16", "8192x14336 bfloat16", "16384x1536 bfloat16"), 1.25

@@ -24,9 +24,10 @@ HEAT_DIM = 8192  # of the square bf16 GEMMs that heat
 FLUSH_BYTES = 256 << 20  # at least; and at least twice the L2 cache
 HOST_BURSTS, HOST_CALLS = 5, 10  # few calls a burst: a full launch queue would stall the host
 
-# What is timed. "layer": device time, the host ahead by no more than the flush takes, so a slow
-# host shows as gaps, as it does in eager training. "device": the host is far ahead, so only the
-# GPU's own time counts. "host": wall time of asynchronous calls, the GPU's time does not count.
+# What is timed. "layer": device time of a call that another one precedes, as in a loop: a host
+# that is faster than the GPU is ahead by then; a slower one, by no more than the flush takes, so
+# it shows as gaps. "device": the host is far ahead, so only the GPU's own time counts. "host":
+# wall time of asynchronous calls, the GPU's time does not count.
 How = Literal["layer", "device", "host"]
 
 
@@ -75,7 +76,9 @@ class Timer:
 
     def _cold_run(self, call: Callable[[], Any], how: How) -> float:
         self.synchronize()
-        if how == "device":
+        if how == "layer":
+            call()
+        else:
             for _ in range(2):  # some 3 ms, in which the host enqueues all that follows
                 self._heat_once()
         self._flush.fill_(1)
