@@ -60,8 +60,8 @@ def linear(
         tensor([[1.0000, 2.0000, 3.0000, 3.0000],
                 [1.0000, 2.0000, 3.0000, 3.0000]])
     """
+    check(x, w, bias, out_dtype)
     if w_quantized is not None:
-        _check(x, w, bias, out_dtype)
         _check_quantized(w_quantized, x, w)
     return run(x, w, bias, w_quantized, resolve(recipe), out_dtype)
 
@@ -74,8 +74,7 @@ def run(
     recipe: Recipe,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Do what `linear` does, with a `w_quantized` that is known to fit."""
-    _check(x, w, bias, out_dtype)
+    """Do what `linear` does, with arguments that are known to fit."""
     _refuse_forward_mode(x, w, bias)
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # autocast raises for meta
@@ -248,7 +247,7 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
         )
 
 
-def _check(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+def check(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> None:
     """Check once, at the public edge: what came and what is wanted."""
     for name, t in (("x", x), ("w", w), ("bias", bias)):
         if t is None and name == "bias":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .linear import quantize_weight, run
+from .linear import check, quantize_weight, run
 from .ops import Quantized
 from .recipe import Float8LinearConfig, Recipe, resolve
 
@@ -54,11 +54,12 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if self._fp8_disabled:
             return self._plain_forward(input)
-        weight, w_quantized = self.weight, None
+        weight, bias, w_quantized = self.weight, self.bias, None
+        check(input, weight, bias)
         if self._weight_cache is not None and not torch.compiler.is_compiling():
             transposed = torch.is_grad_enabled() and input.requires_grad
             w_quantized = self._weight_cache.get(weight, self.recipe, transposed)
-        return run(input, weight, self.bias, w_quantized, self.recipe)
+        return run(input, weight, bias, w_quantized, self.recipe)
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         if self._plain_class is nn.Linear:

@@ -305,33 +305,27 @@ def test_transformer_engine_runs_forward_in_its_context_and_backward_outside(
             assert all(max(row["errors"].values()) < 0.03 for row in rows)  # it is bf16
 
 
-def test_weight_reuse_is_on_while_its_contender_runs_and_off_afterwards(
+def test_the_weight_of_the_contender_that_reuses_it_is_quantised_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Reuse:
-        on = 0
-
-        def __init__(self, module: nn.Module) -> None:
-            assert isinstance(module, fp8lt.Linear)
-
-        def __enter__(self) -> None:
-            Reuse.on += 1
-
-        def __exit__(self, *error: object) -> None:
-            Reuse.on -= 1
-
-    seen = []
-    plain = fp8lt.Linear.forward
-    monkeypatch.setattr(fp8lt, "reuse_weights", Reuse)
+    made, used = [], []
+    quantize, linear = fp8lt.quantize_weight, fp8lt.linear
+    monkeypatch.setattr(fp8lt, "quantize_weight", lambda w: (made.append(quantize(w)), made[-1])[1])
     monkeypatch.setattr(
-        fp8lt.Linear, "forward", lambda *args: (seen.append(Reuse.on), plain(*args))[1]
+        fp8lt,
+        "linear",
+        lambda x, w, w_quantized=None: (
+            used.append(w_quantized),
+            linear(x, w, w_quantized=w_quantized),
+        )[1],
     )
     bench_peers.missing.cache_clear()
     report, _ = run_main(capsys, "decode", "--contenders", "fp8lt-reused", "--rounds", "1")
     bench_peers.missing.cache_clear()
     assert {r["status"] for r in rows_of(report, "decode", contender="fp8lt-reused")} == {"ok"}
-    assert set(seen) == {1}
-    assert Reuse.on == 0
+    assert len(made) == 1  # one shape
+    assert len(used) > 5
+    assert all(one is made[0] for one in used)
 
 
 # ------------------------------------------------------------------------------------ command line

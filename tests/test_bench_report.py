@@ -171,6 +171,17 @@ def test_the_table_marks_the_best_peer_of_each_case() -> None:
     assert [line.split()[0] for line in table.splitlines() if "x*" in line] == ["te-block"]
 
 
+def test_the_peak_of_a_layer_is_shown_and_compared_with_compiled_peers() -> None:
+    shown = result("1x2x3", "fwd+bwd", bf16=1.0, fp8lt=1.6, scaled_mm_compiled=1.1)
+    shown["rows"][2]["contender"] = "scaled_mm-compiled"
+    for row, mib in zip(shown["rows"], (9, 5, 6), strict=True):
+        row["peak_bytes"] = mib * 2**20
+    shown = {**shown, "parts": []}
+    assert re.search(r"^fp8lt +5$", bench_report.mode_report("layer", shown), re.MULTILINE)
+    (verdict,) = bench_targets.judge("layer", shown)
+    assert (verdict["target"], verdict["value"], verdict["met"]) == (6, 5, True)
+
+
 def test_the_plot_is_drawn_even_where_everything_failed(tmp_path: Path) -> None:
     shown = result("1x2x3", "fwd+bwd", bf16=1.0, fp8lt=None)
     failed = {"case": "1x2x3", "status": "failed", "reason": "x"}

@@ -4,7 +4,6 @@ Every contender is built, warmed up and compared with float64 products of its bf
 raises or is wrong gets a row that says so and is not timed; the others are.
 """
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -67,15 +66,25 @@ class Case:
 
         return run
 
-    def errors(self, layer: Layer, backward: bool) -> dict[str, float]:
-        """Warm the layer up, run it on the first inputs and compare."""
-        run = self.call(layer, backward)
+    def check(self, layer: Layer, backward: bool) -> tuple[dict[str, float], int | None]:
+        """Warm the layer up, run it on the first inputs; return the errors and the peak memory.
+
+        The peak is above what was there before the call: w, x and dy.
+        """
+        run, device = self.call(layer, backward), self.w.device
         with layer.context():
             for _ in range(WARM_UP):
                 run()
+            before, peak = 0, None
+            if device.type == "cuda":
+                before = torch.cuda.memory_allocated(device)
+                torch.cuda.reset_peak_memory_stats(device)
             result = run()
+            if device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(device) - before
         got = dict(zip(("dx", "dw"), result, strict=True)) if backward else {"y": result}
-        return {name: relative_error(self.want[name], t.detach()) for name, t in got.items()}
+        errors = {name: relative_error(self.want[name], t.detach()) for name, t in got.items()}
+        return errors, peak
 
 
 @dataclass
@@ -87,6 +96,7 @@ class Prepared:
     errors: dict[str, float] = field(default_factory=dict)
     failures: list[str | None] = field(default_factory=lambda: [None, None])
     wrongs: list[str | None] = field(default_factory=lambda: [None, None])
+    peaks: list[int | None] = field(default_factory=lambda: [None, None])
 
     def good(self, backward: bool) -> bool:
         return self.failures[backward] is None and self.wrongs[backward] is None
@@ -100,7 +110,8 @@ def prepare(contender: Contender, case: Case) -> Prepared:
         try:
             if made.layer is None:
                 made.layer = contender.build(case.w)
-            made.errors |= case.errors(made.layer, backward)
+            errors, made.peaks[backward] = case.check(made.layer, backward)
+            made.errors |= errors
         except Exception as error:  # whatever a peer throws
             made.failures[backward:] = [reason(error)] * (2 - backward)
             return made
@@ -128,11 +139,12 @@ def measure_phase(
     rows = []
     for made in all_made:
         entry = entries.get(made.name)
-        rows.append(make_row(
+        row = make_row(
             str(case.shape), phase.name, made.name, made.errors, entry.rounds_us if entry else [],
             failure=made.failures[phase.backward] or (entry.failure if entry else None),
             wrong=made.wrongs[phase.backward],
-        ))  # fmt: skip
+        )  # fmt: skip
+        rows.append({**row, "peak_bytes": made.peaks[phase.backward]})
     add_ratios(rows, rows[0], over=phase.how == "host")
     return rows
 
@@ -150,8 +162,4 @@ def measure_case(
     for phase in phases:
         bench.say(f"{case.shape} {phase.name}")
         rows += measure_phase(bench, case, all_made, phase, (extra or {}).get(phase.name, ()))
-    for made in all_made:
-        if made.layer is not None:
-            with contextlib.suppress(Exception):  # the measurements are done and good
-                made.layer.cleanup.close()
     return rows

@@ -8,7 +8,7 @@ by then.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -25,7 +25,6 @@ class Layer:
 
     forward: Callable[[Tensor], Tensor]
     weight: Tensor | None = None  # the leaf whose gradient is dw; None: inference only
-    cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     context: Callable[[], Any] = contextlib.nullcontext  # in which it is checked and measured
 
 
@@ -109,9 +108,9 @@ def fp8lt_linear(w: Tensor) -> Layer:
 def fp8lt_reused(w: Tensor) -> Layer:
     import fp8lt
 
-    layer = Layer(module := plain(w, fp8lt.Linear, dtype=w.dtype), module.weight)
-    layer.cleanup.enter_context(fp8lt.reuse_weights(module))
-    return layer
+    weight = leaf(w)
+    w_quantized = fp8lt.quantize_weight(weight)
+    return Layer(lambda x: fp8lt.linear(x, weight, w_quantized=w_quantized), weight)
 
 
 @contextlib.contextmanager

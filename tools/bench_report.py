@@ -53,7 +53,7 @@ def phase_table(mode: str, rows: list[Row], phase: str) -> list[str]:
         for case in cases
     ]  # fmt: skip
     errors = unique(name for row in rows for name in row["errors"])
-    memory = any("peak_bytes" in row for row in rows)
+    memory = mode == "model"  # its cases have contenders of their own: one column will do
     table = [(phase, *cases, *["peak GiB"] * memory, *(f"err {name}" for name in errors))]
     for name in unique(row["contender"] for row in rows):
         mine = [at.get((name, case)) for case in cases]
@@ -63,6 +63,20 @@ def phase_table(mode: str, rows: list[Row], phase: str) -> list[str]:
         ]  # fmt: skip
         peak = [gib(mine[0]["peak_bytes"] if mine[0] else None)] if memory else []
         table.append((name, *shown, *peak, *(largest_error(mine, error) for error in errors)))
+    return aligned(table)
+
+
+def memory_table(rows: list[Row], phase: str) -> list[str]:
+    """Return contenders x cases: the peak of one call above w, x and dy, in MiB."""
+    rows = [row for row in rows if row["phase"] == phase and row.get("peak_bytes") is not None]
+    if not rows:
+        return []
+    at = {(row["contender"], row["case"]): row["peak_bytes"] / 2**20 for row in rows}
+    cases = unique(row["case"] for row in rows)
+    table: list[Sequence[str]] = [(f"{phase}, peak MiB", *cases)]
+    for name in unique(row["contender"] for row in rows):
+        sizes = [at.get((name, case)) for case in cases]
+        table.append((name, *("-" if size is None else f"{size:,.0f}" for size in sizes)))
     return aligned(table)
 
 
@@ -151,7 +165,7 @@ def mode_report(mode: str, result: Result) -> str:
     else:
         blocks += [phase_table(mode, rows, phase) for phase in unique(r["phase"] for r in rows)]
     if "parts" in result:
-        blocks.append(parts_table(result["parts"]))
+        blocks += [parts_table(result["parts"]), memory_table(rows, "fwd+bwd")]
     if result["targets"]:
         blocks.append(target_table(result["targets"]))
     if lines := notes(result):
@@ -161,4 +175,4 @@ def mode_report(mode: str, result: Result) -> str:
     title = TITLES.get(mode, "into both layouts, device time")
     star = "; * best peer" if any(is_peer(row) for row in rows) else ""
     head = f"== {mode}: {title}{star} ({result['seconds']:.0f} s)"
-    return "\n\n".join("\n".join(block) for block in [[head], *blocks])
+    return "\n\n".join("\n".join(block) for block in [[head], *blocks] if block)

@@ -38,6 +38,7 @@ GEMM_SHARE = {"8192x4096x14336": 0.85, "8192x14336x4096": 0.85}
 OVER_TWO_READS = dict.fromkeys(
     ("8192x4096 bfloat16", "8192x14336 bfloat16", "16384x1536 bfloat16"), 1.25
 )
+LEAN_PEERS = ("scaled_mm-compiled", "torchao-tensorwise-compiled")  # the layer's memory: no more
 PEAK_GIB = 6.08  # of `model`, eager and compiled: what compiled nanochat and torchao take
 
 
@@ -76,9 +77,24 @@ def judge(mode: str, result: Result) -> list[dict[str, Any]]:
     return verdicts + judge_others(mode, result)
 
 
+def judge_memory(result: Result) -> list[dict[str, Any]]:
+    """Compare the peaks of fp8lt's layer with those of the compiled peers of the same recipe."""
+    found = []
+    at = {
+        (row["case"], row["contender"]): row["peak_bytes"] / 2**20
+        for row in result["rows"]
+        if row["phase"] == "fwd+bwd" and row.get("peak_bytes") is not None
+    }
+    for case in dict.fromkeys(case for case, _ in at):
+        peers = [at[case, name] for name in LEAN_PEERS if (case, name) in at]
+        if peers and (case, "fp8lt") in at:
+            found.append(verdict(f"peak MiB {case}", max(peers), at[case, "fp8lt"], less=True))
+    return found
+
+
 def judge_others(mode: str, result: Result) -> list[dict[str, Any]]:
     """Judge what is no ratio to bf16: shares, floors, memory."""
-    found = []
+    found = judge_memory(result) if mode == "layer" else []
     for part in result.get("parts", []):
         if part["case"] in GEMM_SHARE:
             what, share = f"share of the GEMMs {part['case']}", part.get("gemm_share")

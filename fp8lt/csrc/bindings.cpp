@@ -73,11 +73,10 @@ Quantized allocate(int64_t rows, int64_t cols, ScalarType dtype, bool row_major,
     return {empty(data, dtype, device), empty(data_t, dtype, device),
             empty({scales}, ScalarType::Float, device), Tensor()};
   }
-  const bool alone = memory == Memory::kKept && transposed;
+  const bool row_major_alone = row_major && transposed;
   const size_t copy = Block::bytes_of(padded_rows * padded_cols, dtype);
-  Block block(copy * ((row_major && !alone) + transposed) +
-                  Block::bytes_of(scales, ScalarType::Float), device);
-  Tensor first = alone ? empty(data, dtype, device) : block.take(data, dtype);
+  Block block((row_major || transposed ? copy : 0) + Block::bytes_of(scales, ScalarType::Float), device);
+  Tensor first = row_major_alone ? empty(data, dtype, device) : block.take(data, dtype);
   Tensor second = block.take(data_t, dtype);
   return {std::move(first), std::move(second), block.take({scales}, ScalarType::Float), Tensor()};
 }

@@ -12,9 +12,8 @@ namespace fp8lt {
 using Quantized = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // see ops.Quantized
 
 enum class Memory {
-  kApart,    // an allocation for each output, as an operator must have
-  kKept,     // data alone, to be freed first; scale_inv with data_t, or with data if there is none
-  kTogether  // one for data, data_t and scale_inv
+  kApart,  // an allocation for each output, as an operator must have
+  kKept    // data alone, to be freed first; scale_inv with data_t, or with data if there is none
 };
 
 // `x` [..., C]: its leading dimensions are rows. See ops.quantize_tensorwise.

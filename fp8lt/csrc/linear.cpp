@@ -198,7 +198,7 @@ struct LinearBackward : torch::autograd::Node {
     if (need_x || need_w) {
       q = quantize(dy, backward_fp8, need_x, need_w,
                    need_bias ? std::optional<ScalarType>(bias_dtype) : std::nullopt,
-                   Memory::kTogether);
+                   Memory::kKept);
       if (need_bias) db = std::get<3>(q);
     } else if (need_bias) {
       db = at::sum(dy.reshape({-1, n}), {0}, false, ScalarType::Float).to(bias_dtype);
@@ -206,12 +206,13 @@ struct LinearBackward : torch::autograd::Node {
     if (need_x) {
       Quantized wq;
       if (recompute_weight) {
-        wq = quantize(weight.unpack(), forward_fp8, false, true, std::nullopt, Memory::kTogether);
+        wq = quantize(weight.unpack(), forward_fp8, false, true, std::nullopt, Memory::kKept);
       } else {
         wq = {Tensor(), w_t.unpack(), w_scale_inv.unpack(), Tensor()};
       }
       dx = gemm_nt(std::get<0>(q), std::get<1>(wq), std::get<2>(q), std::get<2>(wq), x_sizes,
                    std::nullopt, x_dtype, fast_grad_input);
+      std::get<0>(q) = Tensor();  // dw takes its place
     }
     if (need_w) {
       dw = gemm_nt(std::get<1>(q), x_t.unpack(), std::get<2>(q), x_scale_inv.unpack(),
