@@ -3,8 +3,9 @@
 By default a rule chooses, the same kernel every time. With autotuning, the first GEMM of a shape
 runs all kernels that cuBLASLt proposes for it, against each other; the fastest is kept in memory
 and in the cache folder, in a file for this GPU and this version of cuBLASLt. So the first step of a
-training run is slow, once, and the same choices are made in later runs. Kernels differ in how they
-sum, so results may differ in their last bits from those without it.
+training run is slow, once, and the same choices are made in later runs. Every new shape pays: it is
+not for token counts that change from step to step. Kernels differ in how they sum, so results may
+differ in their last bits from those without it.
 
 `csrc/autotune.cpp` measures; here is the switch.
 """

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function_variadic
 
 from . import build, device, emulate, settings
 from .emulate import PAD, padded
@@ -155,14 +156,17 @@ def linear(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Run `linear.py`'s autograd function in the extension: the same, with less host time."""
-    native = build.module()
-    call = torch.ops.fp8lt.linear.default if native is None else native.linear
-    y: Tensor = call(
+    args = (
         x, w, bias, *(w_quantized[:3] if w_quantized else (None, None, None)),
         recipe.forward_dtype(device.OCP), recipe.backward_dtype(device.OCP), out_dtype,
         recipe.fast_accum_output, recipe.fast_accum_grad_input, recipe.fast_accum_grad_weight,
         recipe.recompute_weight,
     )  # fmt: skip
+    native, y = build.module(), NotImplemented
+    if native is not None and not has_torch_function_variadic(x, w, bias):
+        y = native.linear(*args)
+    if y is NotImplemented:  # somebody listens to operators, or there is no such function
+        y = torch.ops.fp8lt.linear.default(*args)
     return y
 
 

@@ -1,7 +1,7 @@
 """The environment variables of fp8lt, read in one place. README lists them in its table.
 
 They are read at every call, so a test or a notebook can change them; only `FP8LT_BUILD` matters
-at import, and `FP8LT_AUTOTUNE` when the extension is loaded.
+at import, and to autotuning when the extension is loaded and at a call of `autotune`.
 """
 
 import os

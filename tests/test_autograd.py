@@ -77,11 +77,17 @@ def test_checkpointing_changes_no_bit(on: torch.device, use_reentrant: bool) -> 
     x = randn(20, 40, on=on, dtype=torch.bfloat16).requires_grad_()
     w = randn(30, 40, on=on, dtype=torch.bfloat16).requires_grad_()
     dy = randn(20, 30, on=on, dtype=torch.bfloat16)
-    y = fp8lt.linear(x, w)
-    want = (y, *torch.autograd.grad(y, (x, w), dy))
-    y = checkpoint(fp8lt.linear, x, w, use_reentrant=use_reentrant)
+    v = randn(40, 30, on=on, dtype=torch.bfloat16, seed=1).requires_grad_()
+
+    def block(x: Tensor) -> Tensor:  # with operations that save tensors of their own
+        hidden = fp8lt.linear(torch.nn.functional.silu(x), w).relu()
+        return fp8lt.linear(torch.nn.functional.silu(fp8lt.linear(hidden, v) * x), w)
+
+    y = block(x)
+    want = (y, *torch.autograd.grad(y, (x, w, v), dy))
+    y = checkpoint(block, x, use_reentrant=use_reentrant)
     y.backward(dy)
-    assert all(map(torch.equal, (y, x.grad, w.grad), want))
+    assert all(map(torch.equal, (y, x.grad, w.grad, v.grad), want))
 
 
 def test_autocast_casts_the_input_and_keeps_float32_weights(on: torch.device) -> None:
@@ -118,16 +124,25 @@ def test_the_emulate_argument_agrees_with_the_native_path(on: torch.device) -> N
         assert error(got, want) <= T_SAME  # both results are rounded to bf16: see there
 
 
-def test_eight_threads_may_call_at_once(on: torch.device) -> None:
-    x, w = randn(40, 64, on=on, dtype=torch.bfloat16), randn(48, 64, on=on, dtype=torch.bfloat16)
-    want = fp8lt.linear(x, w)
+@pytest.mark.parametrize("shape", [(40, 48, 64), (1024, 768, 512)], ids=str)
+def test_eight_threads_may_call_at_once(on: torch.device, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape if on.type == "cuda" else (40, 48, 64)
+    w = randn(n, k, on=on, dtype=torch.bfloat16).requires_grad_()
+    bias = torch.zeros(n, device=on, dtype=torch.bfloat16).requires_grad_()
+
+    def step(scale: int) -> list[Tensor]:  # threads must not see each other's amax, or sums
+        x = randn(m, k, on=on, dtype=torch.bfloat16, seed=scale) * 2.0**scale
+        y = fp8lt.linear(x, w, bias)
+        return [y, *torch.autograd.grad(y, (w, bias), y.detach())]
+
+    want = [step(scale) for scale in range(8)]
     start, results = threading.Barrier(8), []
 
-    def work() -> None:
+    def work(scale: int) -> None:
         start.wait()
-        results.append(all(torch.equal(fp8lt.linear(x, w), want) for _ in range(10)))
+        results.append(all(all(map(torch.equal, step(scale), want[scale])) for _ in range(10)))
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
+    threads = [threading.Thread(target=work, args=(scale,)) for scale in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -135,8 +150,12 @@ def test_eight_threads_may_call_at_once(on: torch.device) -> None:
     assert results == [True] * 8
 
 
-def test_aot_autograd_traces_it_in_one_graph(on: torch.device) -> None:
-    compiled = torch.compile(fp8lt.linear, backend="aot_eager", fullgraph=True)
+@pytest.mark.parametrize("recompute_weight", [False, True])
+def test_aot_autograd_traces_it_in_one_graph(on: torch.device, recompute_weight: bool) -> None:
+    recipe = fp8lt.DynamicScaling(recompute_weight=recompute_weight)
+    compiled = torch.compile(
+        lambda x, w: fp8lt.linear(x, w, recipe=recipe), backend="aot_eager", fullgraph=True
+    )
     x = randn(20, 40, on=on, dtype=torch.bfloat16).requires_grad_()
     w = randn(30, 40, on=on, dtype=torch.bfloat16).requires_grad_()
     got, want = compiled(x, w), fp8lt.linear(x, w)

@@ -81,7 +81,6 @@ def test_a_choice_is_kept_for_later_processes(tmp_path: Path) -> None:
         "x = torch.randn(640, 1024, device='cuda').bfloat16(); y = fp8lt.linear(x, x);"
         "print(y.view(torch.int16).sum().item())"
     )
-    library = build.loaded_library()
     assert build.ensure() is None
     library = build.loaded_library()
     assert library is not None

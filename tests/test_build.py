@@ -164,10 +164,77 @@ with torch.inference_mode():
 print(count)
 """
 
+# What others do with a layer: each must find in the extension what it finds in Python.
+CITIZENS = """
+import torch, fp8lt
+from torch.utils.checkpoint import checkpoint
+from torch.overrides import TorchFunctionMode
+from fp8lt import build, ops, recipe
+
+assert build.module() is not None
+tensorwise = recipe.resolve("tensorwise")
+linear = lambda x, w, bias=None: ops.linear(x, w, bias, None, tensorwise, x.dtype)
+torch.manual_seed(0)
+x, w = torch.randn(6, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+
+# A checkpoint runs its forward again while backward unpacks what was saved.
+block = lambda t: linear(linear(t, w).relu(), w.t().contiguous() * 2)
+want = torch.autograd.grad(block(x).pow(2).sum(), (x, w))
+y = checkpoint(block, x, use_reentrant=False)
+assert all(map(torch.equal, torch.autograd.grad(y.pow(2).sum(), (x, w)), want))
+y = checkpoint(block, x, use_reentrant=True)
+y.pow(2).sum().backward()
+assert torch.equal(x.grad, want[0]) and torch.equal(w.grad, want[1])
+
+# A transform, a subclass, a mode, a profiler hear of the operator.
+W = torch.randn(3, 8, 8, requires_grad=True)
+torch.vmap(lambda w: linear(x.detach(), w))(W).sum().backward()
+loop = torch.randn(3, 8, 8).copy_(W.detach()).requires_grad_()
+sum(linear(x.detach(), w).sum() for w in loop).backward()
+assert torch.equal(W.grad, loop.grad)
+
+class Mine(torch.Tensor):
+    pass
+
+assert type(linear(x.detach().as_subclass(Mine), w)) is Mine
+
+class Listen(TorchFunctionMode):
+    heard = []
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.heard.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+with Listen():
+    linear(x, w)
+assert any("fp8lt.linear" in name for name in Listen.heard)
+with torch.profiler.profile() as profiler:
+    linear(x, w)
+assert {"fp8lt::linear", "fp8lt::quantize_tensorwise", "fp8lt::gemm_nt"} <= {
+    event.name for event in profiler.events()
+}
+
+# Nothing to sum; nothing to multiply.
+bias = torch.zeros(0, requires_grad=True)
+linear(x.detach(), torch.zeros(0, 8), bias).sum().backward()
+assert bias.grad.shape == (0,)
+try:
+    ops.linear(torch.zeros(()), w, None, None, tensorwise, torch.float32)
+except RuntimeError as error:
+    assert "want x [..., K] and w [N, K], got [] and [8, 8]" in str(error)
+else:
+    raise AssertionError("a number has no rows")
+print("done")
+"""
+
 
 @needs_toolchain
 def test_the_layer_in_the_extension_equals_the_one_in_python_bit_for_bit(run: Run) -> None:
     assert int(run(TWINS).stdout) > 1000
+
+
+@needs_toolchain
+def test_the_layer_in_the_extension_is_a_citizen_of_pytorch(run: Run) -> None:
+    assert run(CITIZENS).stdout == "done\n"
 
 
 @needs_toolchain

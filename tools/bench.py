@@ -16,6 +16,7 @@ it is also kept in a file, after every mode. Exit codes: 0 done, 2 a bad argumen
 """
 
 import argparse
+import importlib
 import importlib.util
 import json
 import sys
@@ -178,6 +179,7 @@ def measure(args: argparse.Namespace) -> None:
     """Run the modes one by one; show and keep each as soon as it is done."""
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     names = set(args.contenders) if args.contenders else None
+    importlib.import_module("fp8lt").autotune(False)  # whatever FP8LT_AUTOTUNE says
     bench = Bench(device, args.rounds, Timer(device), args.shapes, names, args.autotune)
     report = start(args, bench)
     gpu = report["device"]

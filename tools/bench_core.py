@@ -39,7 +39,7 @@ class Bench:
     timer: Timer
     shapes: list[Shape] | None = None  # None: each mode's own
     names: set[str] | None = None  # None: all contenders
-    autotune: bool = False  # also measure with fp8lt's GEMM kernels chosen by time
+    autotune: bool = False  # --autotune
     bar: Any = field(default_factory=lambda: tqdm(disable=True))
 
     def choose(self, contenders: Sequence[Any]) -> tuple[list[Any], dict[str, str]]:
@@ -48,7 +48,7 @@ class Bench:
         for contender in contenders:
             # References always run; their names begin alike: bf16, bf16-compiled.
             always = contender.name.startswith(REFERENCE)
-            if contender.name.endswith(AUTOTUNED) and not self.autotune:
+            if contender.name.endswith(AUTOTUNED) and not self.wants_autotuned:
                 continue
             if self.names is None or contender.name in self.names or always:
                 why = missing(contender.needs)
@@ -57,6 +57,11 @@ class Bench:
                 else:
                     lost[contender.name] = why
         return run, lost
+
+    @property
+    def wants_autotuned(self) -> bool:
+        """Say whether fp8lt is also to be measured with its kernels chosen by time."""
+        return self.autotune or "fp8lt" + AUTOTUNED in (self.names or ())
 
     def expect(self, measurements: int) -> None:
         """Tell the progress bar how many measurements will come, each in every round."""

@@ -71,7 +71,7 @@ def measure_gemm(
         FIRST: (first_heuristic, contextlib.nullcontext),
         "fp8lt": (by_rule, contextlib.nullcontext),
     }
-    if bench.autotune:
+    if bench.wants_autotuned:
         contenders["fp8lt-autotuned"] = (by_rule, autotuned)
     fast, want = name == "y", exact(*sets[0][name])
     entries, errors, wrongs = [], {}, {}
@@ -109,7 +109,7 @@ def measure_inside(context: Callable[[], Any], bench: Bench, call: Callable[[], 
 def gemm(bench: Bench, shapes: list[Shape]) -> Result:
     """Measure the GEMMs of every shape."""
     rows: list[Row] = []
-    bench.expect(len(shapes) * 3 * (2 + bench.autotune))
+    bench.expect(len(shapes) * 3 * (2 + bench.wants_autotuned))
     for shape in shapes:
         bench.say(str(shape))
         try:

@@ -117,7 +117,7 @@ class Workload:
 
     def entry(self, made: Prepared) -> Entry:
         call = self.call(made)
-        return Entry(made.name, partial(self.bench.timer.measure, call, "layer", RUNS))
+        return Entry(made.name, partial(self.bench.timer.measure, call, "layer", RUNS, loop=1))
 
 
 def clear(model: nn.Module) -> None:

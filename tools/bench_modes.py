@@ -1,4 +1,4 @@
-"""The modes around one linear layer: `layer`, `host`, `decode` and `quantize`.
+"""The modes around one linear layer: `layer`, `gemm`, `host`, `decode` and `quantize`.
 
     layer     forward, forward + backward (dx and dw) of the training contenders, and where the
               time of fp8lt's layer goes: GEMMs, quantise, host gap

@@ -15,7 +15,7 @@ import torch
 from bench_core import RUNS, Bench, Row
 from bench_linear import WARM_UP, Case
 from bench_peers import fp8lt_linear
-from bench_timing import Entry, ratios, reason
+from bench_timing import LOOP, Entry, ratios, reason
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -54,9 +54,10 @@ def parts_of(bench: Bench, case: Case) -> Parts:
             bench.timer.synchronize()
         spans = spans_of(profiler.events(), on_gpu)
         runs = kernels_of_runs(spans) if on_gpu else operators_of_runs(spans)
+        calls = LOOP if on_gpu else 1
         gemms, quantise = zip(*map(split, runs), strict=True)
-        parts.gemms_us.append(statistics.median(gemms))
-        parts.quantise_us.append(statistics.median(quantise))
+        parts.gemms_us.append(statistics.median(gemms) / calls)
+        parts.quantise_us.append(statistics.median(quantise) / calls)
         return us
 
     parts = Parts(Entry("parts", measure))
@@ -74,9 +75,10 @@ def spans_of(events: Iterable[Any], on_gpu: bool) -> list[Span]:
 
 
 def kernels_of_runs(spans: Sequence[Span]) -> list[list[Span]]:
-    """Return the kernels of each run: what follows a flush, which fills memory.
+    """Return the kernels of each run, which are those of a timed loop: they follow a flush.
 
-    Before each flush come those of the call that is not timed; after the last, a run's alone.
+    A flush fills memory. Before each come the kernels of the call that is not timed; after the last
+    come those of a loop alone.
     """
     runs: list[list[Span]] = []
     for span in spans:

@@ -26,6 +26,7 @@ class Layer:
     forward: Callable[[Tensor], Tensor]
     weight: Tensor | None = None  # the leaf whose gradient is dw; None: inference only
     context: Callable[[], Any] = contextlib.nullcontext  # in which it is checked and measured
+    held_bytes: int = 0  # what it keeps beside the weight
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,10 @@ def fp8lt_reused(w: Tensor) -> Layer:
 
     weight = leaf(w)
     w_quantized = fp8lt.quantize_weight(weight)
-    return Layer(lambda x: fp8lt.linear(x, weight, w_quantized=w_quantized), weight)
+    return Layer(
+        lambda x: fp8lt.linear(x, weight, w_quantized=w_quantized), weight,
+        held_bytes=sum(t.nbytes for t in w_quantized),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

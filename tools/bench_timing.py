@@ -22,12 +22,13 @@ from torch import Tensor
 HEAT_MS = 30.0
 HEAT_DIM = 8192  # of the square bf16 GEMMs that heat
 FLUSH_BYTES = 256 << 20  # at least; and at least twice the L2 cache
+LOOP = 3  # calls of a timed loop; the cache is cold for the first, and full of others' data later
 HOST_BURSTS, HOST_CALLS = 5, 10  # few calls a burst: a full launch queue would stall the host
 
-# What is timed. "layer": device time of a call that another one precedes, as in a loop: a host
-# that is faster than the GPU is ahead by then; a slower one, by no more than the flush takes, so
-# it shows as gaps. "device": the host is far ahead, so only the GPU's own time counts. "host":
-# wall time of asynchronous calls, the GPU's time does not count.
+# What is timed. "layer": device time of a call in a short loop, another one before it: a host that
+# is faster than the GPU gets ahead, a slower one shows as gaps, less what the flush hides, some
+# 65 us a loop. "device": the host is far ahead, so only the GPU's own time counts. "host": wall
+# time of asynchronous calls, the GPU's time does not count.
 How = Literal["layer", "device", "host"]
 
 
@@ -49,8 +50,11 @@ class Timer:
         one = statistics.median(self._events(self._heat_once) for _ in range(5)) / 1e3
         self.heat_gemms = math.ceil(HEAT_MS / one)
 
-    def measure(self, call: Callable[[], Any], how: How, runs: int) -> float:
-        """Return the median time of one call, after the heat; in "host" there is none."""
+    def measure(self, call: Callable[[], Any], how: How, runs: int, loop: int = LOOP) -> float:
+        """Return the median time of one call, after the heat; in "host" there is none.
+
+        `loop`: how many calls a timed loop has, in "layer".
+        """
         if how == "host":
             return statistics.median(self._host_burst(call) for _ in range(HOST_BURSTS))
         if not self.on_gpu:
@@ -58,7 +62,8 @@ class Timer:
         for _ in range(self.heat_gemms):
             self._heat_once()
         self.synchronize()
-        return statistics.median(self._cold_run(call, how) for _ in range(runs))
+        loop = loop if how == "layer" else 1
+        return statistics.median(self._cold_run(call, how, loop) for _ in range(runs))
 
     def synchronize(self) -> None:
         if self.on_gpu:
@@ -69,12 +74,12 @@ class Timer:
         if not self.on_gpu:
             return {"clock": "perf_counter", "heat_ms": 0, "flush_bytes": 0}
         heat = {"heat_ms": HEAT_MS, "heat_gemms": self.heat_gemms}
-        return {"clock": "CUDA events", **heat, "flush_bytes": self._flush.numel()}
+        return {"clock": "CUDA events", **heat, "flush_bytes": self._flush.numel(), "loop": LOOP}
 
     def _heat_once(self) -> None:
         torch.mm(self._a, self._b, out=self._c)
 
-    def _cold_run(self, call: Callable[[], Any], how: How) -> float:
+    def _cold_run(self, call: Callable[[], Any], how: How, loop: int) -> float:
         self.synchronize()
         if how == "layer":
             call()
@@ -82,15 +87,16 @@ class Timer:
             for _ in range(2):  # some 3 ms, in which the host enqueues all that follows
                 self._heat_once()
         self._flush.fill_(1)
-        return self._events(call)
+        return self._events(call, loop)
 
-    def _events(self, call: Callable[[], Any]) -> float:
+    def _events(self, call: Callable[[], Any], loop: int = 1) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        call()
+        for _ in range(loop):
+            call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3
+        return start.elapsed_time(end) * 1e3 / loop
 
     def _wall(self, call: Callable[[], Any]) -> float:
         begin = time.perf_counter()

@@ -59,6 +59,7 @@ std::vector<size_t> that_run(const std::vector<Plan>& plans,
       good.push_back(i);
     } catch (const c10::Error&) {
       if (i == 0) throw;
+      cudaGetLastError();  // or torch would report it
     }
   }
   return good;
@@ -68,10 +69,12 @@ std::vector<size_t> that_run(const std::vector<Plan>& plans,
 std::vector<std::vector<float>> take_turns(const std::vector<size_t>& turns,
                                            const std::vector<Plan>& plans, int rounds,
                                            const std::function<void(const Plan&)>& run,
+                                           const std::function<void()>& delay,
                                            cudaStream_t stream) {
   std::vector<std::pair<Event, Event>> events;
   for (size_t i = 0; i < turns.size() * rounds; ++i) {
     events.emplace_back(make_event(), make_event());
+    delay();
     check_cuda(cudaEventRecord(events.back().first.get(), stream), "cudaEventRecord");
     run(plans[turns[i % turns.size()]]);
     check_cuda(cudaEventRecord(events.back().second.get(), stream), "cudaEventRecord");
@@ -126,20 +129,20 @@ void set_autotune(bool enabled, const std::string& directory, bool verbose) {
 bool autotune_enabled() { return settings().enabled.load(std::memory_order_relaxed); }
 
 Timing fastest(const std::vector<Plan>& plans, const std::function<void(const Plan&)>& run,
-               cudaStream_t stream) {
+               const std::function<void()>& delay, cudaStream_t stream) {
   constexpr int kRounds = 15;
   constexpr size_t kFinalists = 4;
   constexpr float kGain = 0.99f;  // what is not faster by this much does not replace the first
   const RelaxedCapture relaxed;
   std::vector<size_t> turns = that_run(plans, run);
-  const auto heats = take_turns(turns, plans, 3, run, stream);
+  const auto heats = take_turns(turns, plans, 3, run, delay, stream);
   std::vector<float> heat(plans.size());
   for (size_t i = 0; i < turns.size(); ++i) heat[turns[i]] = median(heats[i]);
   // The first always is a finalist: the others must beat it.
   std::stable_sort(turns.begin() + 1, turns.end(),
                    [&](size_t a, size_t b) { return heat[a] < heat[b]; });
   turns.resize(std::min(turns.size(), kFinalists));
-  const auto times = take_turns(turns, plans, kRounds, run, stream);
+  const auto times = take_turns(turns, plans, kRounds, run, delay, stream);
   const float first_us = median(times[0]);
   Timing timing{0, first_us, first_us};
   for (size_t i = 1; i < turns.size(); ++i) {

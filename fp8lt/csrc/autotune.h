@@ -23,9 +23,10 @@ struct Timing {
   float best_us, first_us;   // medians; first is what would run without autotuning
 };
 
-// Time the plans against each other. Waits for the stream.
+// Time the plans against each other, launched by `run`. `delay` keeps the GPU busy for longer than
+// a launch takes, or small GEMMs would be measured by the host. Waits for the stream.
 Timing fastest(const std::vector<Plan>& plans, const std::function<void(const Plan&)>& run,
-               cudaStream_t stream);
+               const std::function<void()>& delay, cudaStream_t stream);
 
 struct Choice {
   bool fast_accum, vector_scales;

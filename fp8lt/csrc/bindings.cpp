@@ -75,7 +75,8 @@ Quantized allocate(int64_t rows, int64_t cols, ScalarType dtype, bool row_major,
   }
   const bool row_major_alone = row_major && transposed;
   const size_t copy = Block::bytes_of(padded_rows * padded_cols, dtype);
-  Block block((row_major || transposed ? copy : 0) + Block::bytes_of(scales, ScalarType::Float), device);
+  const size_t bytes = Block::bytes_of(scales, ScalarType::Float);
+  Block block(row_major || transposed ? copy + bytes : bytes, device);
   Tensor first = row_major_alone ? empty(data, dtype, device) : block.take(data, dtype);
   Tensor second = block.take(data_t, dtype);
   return {std::move(first), std::move(second), block.take({scales}, ScalarType::Float), Tensor()};
@@ -182,7 +183,8 @@ Tensor gemm_nt_cuda(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
   // A row of d must be a multiple of 16 bytes. b has the rows for it; the excess is cut off.
   const bool ragged = n * at::elementSize(out_dtype) % 16 != 0;
   const int64_t lt_n = ragged ? padded(n) : n;
-  Tensor d = ragged ? empty({m, lt_n}, out_dtype, a.device()) : empty(sizes, out_dtype, a.device());
+  const std::array<int64_t, 2> lt_sizes{m, lt_n};
+  Tensor d = empty(ragged ? at::IntArrayRef(lt_sizes) : sizes, out_dtype, a.device());
   Tensor lt_bias;
   if (bias.has_value() && ragged) {
     lt_bias = at::zeros({lt_n}, bias->options());
@@ -210,7 +212,8 @@ Tensor gemm_nt_cuda(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
   problem.d = d.mutable_data_ptr();
   const auto stream = c10::cuda::getCurrentCUDAStream();
   problem.vector_scales = lt_a_scale.numel() >= m && lt_b_scale.numel() >= lt_n;
-  gemm_nt(problem, Workspace(stream, kWorkspaceBytes).pointer, stream);
+  const Workspace workspace(stream, kWorkspaceBytes);
+  gemm_nt(problem, workspace.pointer, stream);
   return ragged ? at::_unsafe_view(d.narrow(1, 0, n).contiguous(), sizes) : d;
 }
 

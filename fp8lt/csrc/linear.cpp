@@ -95,7 +95,7 @@ Forward forward(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b
                 const Options& o, bool need_x, bool need_w) {
   Forward f;
   f.x = need_x && need_w && !x.is_leaf() && is_direct(x)
-            ? quantize_shared_input(x, o.forward_fp8)
+            ? quantize_shared_input(x, x.grad_fn()->sequence_nr(), o.forward_fp8)
             : quantize(x, o.forward_fp8, true, need_w, std::nullopt, Memory::kKept);
   f.w = o.w_quantized ? *o.w_quantized
                       : quantize(w, o.forward_fp8, true, need_x && !o.recompute_weight,
@@ -175,11 +175,17 @@ struct LinearBackward : torch::autograd::Node {
 
   variable_list apply(variable_list&& gradients) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    forget_shared_input();
     if (!gradients[0].defined()) return variable_list(3);
+    Wanted wanted;
+    wanted.dx = task_should_compute_output(0);
+    wanted.dw = task_should_compute_output(1);
+    wanted.db = bias_dtype != ScalarType::Undefined && task_should_compute_output(2);
+    // Here, where autograd is on: a checkpoint runs its forward once more inside `unpack`.
+    const Saved saved = unpack(wanted);
+    forget_shared_input();
     variable_list results = [&] {
       const at::AutoDispatchBelowAutograd below;
-      return gradients_of(gradients[0]);
+      return gradients_of(gradients[0], wanted, saved);
     }();
     if (at::GradMode::is_enabled()) {  // with create_graph=True only
       const Tensor anchor = at::empty({0}).requires_grad_();
@@ -190,32 +196,52 @@ struct LinearBackward : torch::autograd::Node {
     return results;
   }
 
-  variable_list gradients_of(const Tensor& dy) {
-    const bool need_x = task_should_compute_output(0), need_w = task_should_compute_output(1);
-    const bool need_bias = bias_dtype != ScalarType::Undefined && task_should_compute_output(2);
+  struct Wanted {
+    bool dx, dw, db;
+  };
+
+  struct Saved {
+    Tensor x_t, x_scale_inv, w_t, w_scale_inv, weight;
+  };
+
+  Saved unpack(const Wanted& wanted) const {
+    Saved saved;
+    if (wanted.dw) {
+      saved.x_t = x_t.unpack();
+      saved.x_scale_inv = x_scale_inv.unpack();
+    }
+    if (wanted.dx && recompute_weight) {
+      saved.weight = weight.unpack();
+    } else if (wanted.dx) {
+      saved.w_t = w_t.unpack();
+      saved.w_scale_inv = w_scale_inv.unpack();
+    }
+    return saved;
+  }
+
+  variable_list gradients_of(const Tensor& dy, const Wanted& wanted, const Saved& saved) const {
     Tensor dx, dw, db;
     Quantized q;
-    if (need_x || need_w) {
-      q = quantize(dy, backward_fp8, need_x, need_w,
-                   need_bias ? std::optional<ScalarType>(bias_dtype) : std::nullopt,
+    if (wanted.dx || wanted.dw) {
+      q = quantize(dy, backward_fp8, wanted.dx, wanted.dw,
+                   wanted.db ? std::optional<ScalarType>(bias_dtype) : std::nullopt,
                    Memory::kKept);
-      if (need_bias) db = std::get<3>(q);
-    } else if (need_bias) {
-      db = at::sum(dy.reshape({-1, n}), {0}, false, ScalarType::Float).to(bias_dtype);
+      if (wanted.db) db = std::get<3>(q);
+    } else if (wanted.db) {
+      const int64_t m = c10::multiply_integers(x_sizes.begin(), x_sizes.end() - 1);
+      db = at::sum(dy.reshape({m, n}), {0}, false, ScalarType::Float).to(bias_dtype);
     }
-    if (need_x) {
-      Quantized wq;
+    if (wanted.dx) {
+      Quantized wq(Tensor(), saved.w_t, saved.w_scale_inv, Tensor());
       if (recompute_weight) {
-        wq = quantize(weight.unpack(), forward_fp8, false, true, std::nullopt, Memory::kKept);
-      } else {
-        wq = {Tensor(), w_t.unpack(), w_scale_inv.unpack(), Tensor()};
+        wq = quantize(saved.weight, forward_fp8, false, true, std::nullopt, Memory::kKept);
       }
       dx = gemm_nt(std::get<0>(q), std::get<1>(wq), std::get<2>(q), std::get<2>(wq), x_sizes,
                    std::nullopt, x_dtype, fast_grad_input);
       std::get<0>(q) = Tensor();  // dw takes its place
     }
-    if (need_w) {
-      dw = gemm_nt(std::get<1>(q), x_t.unpack(), std::get<2>(q), x_scale_inv.unpack(),
+    if (wanted.dw) {
+      dw = gemm_nt(std::get<1>(q), saved.x_t, std::get<2>(q), saved.x_scale_inv,
                    {n, x_sizes.back()}, std::nullopt, w_dtype, fast_grad_weight);
     }
     return {dx, dw, db};
@@ -240,6 +266,8 @@ Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bia
               const std::optional<Tensor>& w_scale_inv, ScalarType forward_fp8,
               ScalarType backward_fp8, ScalarType out_dtype, bool fast_output,
               bool fast_grad_input, bool fast_grad_weight, bool recompute_weight) {
+  TORCH_CHECK(x.dim() >= 1 && w.dim() == 2 && x.size(-1) == w.size(1),
+              "fp8lt: want x [..., K] and w [N, K], got ", x.sizes(), " and ", w.sizes());
   Options o{forward_fp8,     backward_fp8,     out_dtype,        fast_output,
             fast_grad_input, fast_grad_weight, recompute_weight, {}};
   if (w_data.has_value()) {

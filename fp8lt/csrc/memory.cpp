@@ -12,22 +12,19 @@
 namespace fp8lt {
 namespace {
 
+struct Persistent {
+  std::mutex mutex;
+  void* pointer = nullptr;
+};
+
 // Scratch memory of all kernels: one per stream, for life, since streams that run side by side must
 // not share it. It does not come from torch's allocator, which may be lending out the memory pool
 // of a CUDA graph just now: a block kept from there would outlive the graph, or be shared with it.
-void* persistent_workspace(const c10::cuda::CUDAStream& stream) {
+Persistent& persistent_workspace(const c10::cuda::CUDAStream& stream) {
   static auto* const mutex = new std::mutex;  // never destroyed: the driver may be gone at exit
-  static auto* const found = new std::map<std::pair<int, cudaStream_t>, void*>;
+  static auto* const found = new std::map<std::pair<int, cudaStream_t>, Persistent>;
   const std::lock_guard<std::mutex> lock(*mutex);
-  void*& mine = (*found)[{stream.device_index(), stream.stream()}];
-  if (mine == nullptr) {
-    const RelaxedCapture relaxed;
-    if (cudaMalloc(&mine, kWorkspaceBytes) != cudaSuccess) {
-      mine = nullptr;
-      cudaGetLastError();  // torch may hold all memory: Workspace asks it instead
-    }
-  }
-  return mine;
+  return (*found)[{stream.device_index(), stream.stream()}];
 }
 
 }  // namespace
@@ -54,7 +51,18 @@ RelaxedCapture::RelaxedCapture() {
 RelaxedCapture::~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
 
 Workspace::Workspace(const c10::cuda::CUDAStream& stream, size_t bytes) {
-  if (bytes <= kWorkspaceBytes && !is_capturing(stream)) pointer = persistent_workspace(stream);
+  if (bytes <= kWorkspaceBytes && !is_capturing(stream)) {
+    Persistent& mine = persistent_workspace(stream);
+    lock = std::unique_lock<std::mutex>(mine.mutex);
+    if (mine.pointer == nullptr) {
+      const RelaxedCapture relaxed;
+      if (cudaMalloc(&mine.pointer, kWorkspaceBytes) != cudaSuccess) {
+        mine.pointer = nullptr;
+        cudaGetLastError();  // torch may hold all memory: then it is asked
+      }
+    }
+    pointer = mine.pointer;
+  }
   if (pointer == nullptr) {
     borrowed = empty({static_cast<int64_t>(bytes)}, at::ScalarType::Byte, stream.device());
     pointer = borrowed.mutable_data_ptr();

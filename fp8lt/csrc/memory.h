@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <cstddef>
+#include <mutex>
 
 namespace fp8lt {
 
@@ -41,9 +42,11 @@ class Block {
 // Throws c10::Error with CUDA's reason; clears it, or torch's next check would report it again.
 void check_cuda(cudaError_t status, const char* what);
 
-// The scratch memory for one launch on a stream; the next launch there may have the same.
+// Scratch memory for launches on a stream, ours until this is destroyed: what is launched after
+// that may have the same. So threads that share a stream wait for each other.
 struct Workspace {
   void* pointer = nullptr;
+  std::unique_lock<std::mutex> lock;
   at::Tensor borrowed;  // inside a capture: the graph's own, from its pool; or larger than usual
 
   Workspace(const c10::cuda::CUDAStream& stream, size_t bytes);

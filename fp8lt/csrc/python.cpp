@@ -4,6 +4,8 @@
 
 #if __has_include(<Python.h>)
 
+#include <ATen/core/dispatch/DispatchKeyExtractor.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -39,12 +41,34 @@ bool flag(PyObject* argument) {
   return argument == Py_True;
 }
 
+// Whether somebody wants to hear of the call itself, or to take it over: a mode, a subclass, a
+// transform, a profiler. They hear of operators, which this function is not.
+bool is_overridden(const at::Tensor& x, const at::Tensor& w,
+                   const std::optional<at::Tensor>& bias) {
+  if (at::hasGlobalCallbacks() || at::hasThreadLocalCallbacks()) return true;
+  static const auto heeded = c10::DispatchKeySet(c10::DispatchKeySet::FULL) -
+                             c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView) -
+                             c10::autocast_dispatch_keyset -
+                             c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
+  const auto keys = x.key_set() | w.key_set() | (bias.has_value() ? *bias : x).key_set();
+  switch (c10::impl::computeDispatchKeySet(keys, heeded).highestPriorityTypeId()) {
+    case c10::DispatchKey::AutogradCUDA:
+    case c10::DispatchKey::AutogradCPU:
+    case c10::DispatchKey::CUDA:
+    case c10::DispatchKey::CPU:
+      return false;
+    default:
+      return true;
+  }
+}
+
 PyObject* call_linear(PyObject* /*module*/, PyObject* const* a, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == kArguments, "fp8lt: want ", kArguments, " arguments, got ", count);
   const at::Tensor &x = tensor(a[0]), &w = tensor(a[1]);
   const auto bias = optional_tensor(a[2]), w_data = optional_tensor(a[3]),
              w_data_t = optional_tensor(a[4]), w_scale_inv = optional_tensor(a[5]);
+  if (is_overridden(x, w, bias)) Py_RETURN_NOTIMPLEMENTED;
   const auto forward_fp8 = dtype(a[6]), backward_fp8 = dtype(a[7]), out_dtype = dtype(a[8]);
   const bool fast_output = flag(a[9]), fast_grad_input = flag(a[10]),
              fast_grad_weight = flag(a[11]), recompute_weight = flag(a[12]);
@@ -60,7 +84,8 @@ PyObject* call_linear(PyObject* /*module*/, PyObject* const* a, Py_ssize_t count
 
 PyMethodDef methods[] = {
     {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_linear)),
-     METH_FASTCALL, "torch.ops.fp8lt.linear with less host time; positional arguments only"},
+     METH_FASTCALL,
+     "torch.ops.fp8lt.linear with less host time; NotImplemented where that must be called"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "fp8lt_native", nullptr, -1, methods};

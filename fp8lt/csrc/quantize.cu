@@ -161,7 +161,10 @@ cudaError_t prepare(int device, Gpu& gpu) {
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (status != cudaSuccess) return status;
   }
-  gpu.sm90 = major >= 9;
+  cudaFuncAttributes code{};  // a GPU may run code that was compiled for an older one
+  status = cudaFuncGetAttributes(&code, cluster_kernel<T, kType>);
+  if (status != cudaSuccess) return status;
+  gpu.sm90 = major >= 9 && code.ptxVersion >= 90;
   gpu.sms.store(sms, std::memory_order_release);
   return cudaSuccess;
 }

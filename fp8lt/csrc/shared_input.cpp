@@ -20,28 +20,28 @@ struct SharedInput {
   // Weak: they are not kept alive, but their addresses are not given to others.
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> x;
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  uint64_t made_by;
   int64_t version, offset;
   at::DimVector sizes, strides;
   cudaStream_t stream;
   at::ScalarType dtype;
   Quantized quantized;
 
-  SharedInput(const at::Tensor& x, cudaStream_t stream, at::ScalarType dtype, Quantized quantized)
+  SharedInput(const at::Tensor& x, uint64_t made_by, cudaStream_t stream, at::ScalarType dtype)
       : x(x.getIntrusivePtr()),
         storage(x.storage().getWeakStorageImpl()),
+        made_by(made_by),
         version(x._version()),
         offset(x.storage_offset()),
         sizes(x.sizes()),
         strides(x.strides()),
         stream(stream),
-        dtype(dtype),
-        quantized(std::move(quantized)) {}
+        dtype(dtype) {}
 
-  bool is_of(const at::Tensor& other, cudaStream_t on, at::ScalarType as) const {
-    return x._unsafe_get_target() == other.unsafeGetTensorImpl() &&
-           storage._unsafe_get_target() == other.storage().unsafeGetStorageImpl() &&
-           version == other._version() && offset == other.storage_offset() &&
-           other.sizes() == sizes && other.strides() == strides && stream == on && dtype == as;
+  bool is_same(const SharedInput& other) const {
+    return x == other.x && storage == other.storage && made_by == other.made_by &&
+           version == other.version && offset == other.offset && sizes == other.sizes &&
+           strides == other.strides && stream == other.stream && dtype == other.dtype;
   }
 };
 
@@ -58,22 +58,23 @@ Last& last() {
 
 }  // namespace
 
-Quantized quantize_shared_input(const at::Tensor& x, at::ScalarType dtype) {
+Quantized quantize_shared_input(const at::Tensor& x, uint64_t made_by, at::ScalarType dtype) {
   const auto make = [&] {
     return quantize_tensorwise_cuda(x, dtype, true, true, std::nullopt, Memory::kKept);
   };
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(x.get_device());
   // Inference tensors count no versions; what a capture makes is the graph's.
   if (x.is_inference() || is_capturing(stream)) return make();
+  SharedInput input(x, made_by, stream, dtype);  // its version is read before x is
   {
     const std::lock_guard<std::mutex> lock(last().mutex);
-    if (last().input.has_value() && last().input->is_of(x, stream, dtype)) {
-      return last().input->quantized;
-    }
+    if (last().input.has_value() && last().input->is_same(input)) return last().input->quantized;
   }
-  Quantized quantized = make();
+  input.quantized = make();
+  Quantized quantized = input.quantized;
+  std::optional<SharedInput> dropped(std::move(input));  // the one before, freed after the lock
   const std::lock_guard<std::mutex> lock(last().mutex);
-  last().input.emplace(x, stream, dtype, quantized);
+  dropped.swap(last().input);
   return quantized;
 }
 
