@@ -129,8 +129,10 @@ def _forward(
         xq.data, wq.data, xq.scale_inv, wq.scale_inv, x.shape[0], w.shape[0],
         bias=bias, out_dtype=out_dtype, fast_accum=recipe.fast_accum_output, emulated=emulated,
     )  # fmt: skip
-    # A view would forbid to change the result in place (nn.ReLU(inplace=True), y += residual).
-    return torch.ops.aten._unsafe_view(y, (*lead, w.shape[0])), xq, wq
+    if len(lead) != 1:
+        # A view would forbid to change the result in place (nn.ReLU(inplace=True), y += residual).
+        y = torch.ops.aten._unsafe_view(y, (*lead, w.shape[0]))
+    return y, xq, wq
 
 
 class _Refuse(torch.autograd.Function):

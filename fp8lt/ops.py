@@ -110,7 +110,7 @@ def gemm_nt(
     epilogue, after = _place_bias(bias, out_dtype)
     call = _emulated_gemm_nt if emulated else torch.ops.fp8lt.gemm_nt.default
     y: Tensor = call(a, b, a_scale_inv, b_scale_inv, m, n, epilogue, out_dtype, fast_accum)
-    return y if after is None else y.add_(after)
+    return y if after is None else y + after  # not in place: a checkpoint may have kept y
 
 
 def _place_bias(bias: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

@@ -234,6 +234,19 @@ def test_layers_that_share_an_activation_share_its_copies() -> None:
 
 
 @pytest.mark.gpu
+def test_a_view_whose_base_has_changed_is_an_activation_too() -> None:
+    a = randn(16, 32, on=torch.device("cuda"), dtype=torch.float32).requires_grad_()
+    w = randn(8, 64, on=torch.device("cuda"), dtype=torch.float32).requires_grad_()
+    c = torch.complex(a * 1, a * 2)
+    x = torch.view_as_real(c).flatten(1)
+    c.mul_(2)  # autograd makes the operation behind x anew
+    y = fp8lt.linear(x, w)
+    assert torch.equal(y, fp8lt.linear(x.detach().clone(), w))
+    y.sum().backward()
+    assert a.grad is not None
+
+
+@pytest.mark.gpu
 def test_an_activation_that_has_changed_is_quantised_anew() -> None:
     x, (w, *_), _ = attention(torch.device("cuda"))
     h = x * 1

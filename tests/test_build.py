@@ -213,6 +213,23 @@ assert {"fp8lt::linear", "fp8lt::quantize_tensorwise", "fp8lt::gemm_nt"} <= {
     event.name for event in profiler.events()
 }
 
+# A selective checkpoint keeps what a GEMM gave: nothing may be added to that in place.
+import functools
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+def policy(ctx, op, *args, **kwargs):
+    kept = op == torch.ops.fp8lt.gemm_nt.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+b = torch.randn(8, requires_grad=True)
+for shape in ((6, 8), (2, 3, 8)):
+    t = torch.randn(shape, requires_grad=True)
+    block = lambda t: linear(torch.nn.functional.silu(linear(t, w, b)), w)
+    want = torch.autograd.grad(block(t).pow(2).sum(), (t, w, b))
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    y = checkpoint(block, t, use_reentrant=False, context_fn=contexts)
+    assert all(map(torch.equal, torch.autograd.grad(y.pow(2).sum(), (t, w, b)), want))
+
 # Nothing to sum; nothing to multiply.
 bias = torch.zeros(0, requires_grad=True)
 linear(x.detach(), torch.zeros(0, 8), bias).sum().backward()

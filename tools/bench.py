@@ -35,7 +35,7 @@ from bench_peers import INFERENCE, TRAINING, versions
 from bench_plot import plot
 from bench_report import mode_report
 from bench_targets import judge
-from bench_timing import Timer, reason
+from bench_timing import LOOP, Timer, reason
 from provenance import provenance
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -140,6 +140,7 @@ def start(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
         "method": {
             **bench.timer.method(),
             "rounds": args.rounds,
+            "calls_per_run": {"layer": LOOP, "model": 1},
             "runs_per_round": {"layer": bench_core.RUNS, "model": bench_model.RUNS},
             "input_sets": bench_linear.INPUT_SETS,
             "autotune": args.autotune,

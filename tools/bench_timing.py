@@ -74,7 +74,7 @@ class Timer:
         if not self.on_gpu:
             return {"clock": "perf_counter", "heat_ms": 0, "flush_bytes": 0}
         heat = {"heat_ms": HEAT_MS, "heat_gemms": self.heat_gemms}
-        return {"clock": "CUDA events", **heat, "flush_bytes": self._flush.numel(), "loop": LOOP}
+        return {"clock": "CUDA events", **heat, "flush_bytes": self._flush.numel()}
 
     def _heat_once(self) -> None:
         torch.mm(self._a, self._b, out=self._c)

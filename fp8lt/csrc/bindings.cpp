@@ -212,8 +212,10 @@ Tensor gemm_nt_cuda(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
   problem.d = d.mutable_data_ptr();
   const auto stream = c10::cuda::getCurrentCUDAStream();
   problem.vector_scales = lt_a_scale.numel() >= m && lt_b_scale.numel() >= lt_n;
-  const Workspace workspace(stream, kWorkspaceBytes);
-  gemm_nt(problem, workspace.pointer, stream);
+  {
+    const Workspace workspace(stream, kWorkspaceBytes);
+    gemm_nt(problem, workspace.pointer, stream);
+  }
   return ragged ? at::_unsafe_view(d.narrow(1, 0, n).contiguous(), sizes) : d;
 }
 

@@ -75,7 +75,8 @@ Tensor gemm_nt(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
   const int64_t m = c10::multiply_integers(sizes.begin(), sizes.end() - 1);
   const Tensor d = op.call(a, b, a_scale_inv, b_scale_inv, m, sizes.back(), bias, out_dtype,
                            fast_accum);
-  return at::_unsafe_view(d, sizes);  // a view would forbid to change the result in place
+  // A view would forbid to change the result in place.
+  return sizes.size() == 2 ? d : at::_unsafe_view(d, sizes);
 }
 
 struct Options {
@@ -92,10 +93,10 @@ struct Forward {
 
 // y [..., N] = x [..., K] @ w [N, K].T + bias
 Forward forward(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
-                const Options& o, bool need_x, bool need_w) {
+                const Options& o, bool need_x, bool need_w, std::optional<uint64_t> x_made_by) {
   Forward f;
-  f.x = need_x && need_w && !x.is_leaf() && is_direct(x)
-            ? quantize_shared_input(x, x.grad_fn()->sequence_nr(), o.forward_fp8)
+  f.x = x_made_by.has_value() && is_direct(x)
+            ? quantize_shared_input(x, *x_made_by, o.forward_fp8)
             : quantize(x, o.forward_fp8, true, need_w, std::nullopt, Memory::kKept);
   f.w = o.w_quantized ? *o.w_quantized
                       : quantize(w, o.forward_fp8, true, need_x && !o.recompute_weight,
@@ -109,7 +110,8 @@ Forward forward(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b
   sizes.back() = w.size(0);
   f.y = gemm_nt(std::get<0>(f.x), std::get<0>(f.w), std::get<2>(f.x), std::get<2>(f.w), sizes,
                 epilogue, o.out_dtype, o.fast_output);
-  if (after) f.y.add_(*bias);
+  // Who listens may keep the GEMM's result, as a selective checkpoint does.
+  if (after) f.y = is_direct(f.y, *bias) ? f.y.add_(*bias) : f.y.add(*bias);
   return f;
 }
 
@@ -277,10 +279,14 @@ Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bia
   const bool record = at::GradMode::is_enabled();
   const bool need_x = record && x.requires_grad(), need_w = record && w.requires_grad();
   const bool need_bias = record && bias.has_value() && bias->requires_grad();
+  // Of an activation that backward keeps, the number of the operation that made it: here, where
+  // autograd is on, since it may have to make that operation anew.
+  std::optional<uint64_t> x_made_by;
+  if (need_x && need_w && !x.is_leaf()) x_made_by = x.grad_fn()->sequence_nr();
   Forward f;
   {
     const at::AutoDispatchBelowAutograd below;
-    f = forward(x, w, bias, o, need_x, need_w);
+    f = forward(x, w, bias, o, need_x, need_w, x_made_by);
   }
   if (need_x || need_w || need_bias) {
     const auto node = make_node<LinearBackward>(x, w, bias, o);

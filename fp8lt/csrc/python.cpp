@@ -36,9 +36,9 @@ at::ScalarType dtype(PyObject* argument) {
 }
 
 bool flag(PyObject* argument) {
-  TORCH_CHECK_TYPE(PyBool_Check(argument), "fp8lt: want a bool, got ",
-                   Py_TYPE(argument)->tp_name);
-  return argument == Py_True;
+  const int truth = PyObject_IsTrue(argument);
+  if (truth < 0) throw python_error();
+  return truth == 1;
 }
 
 // Whether somebody wants to hear of the call itself, or to take it over: a mode, a subclass, a
