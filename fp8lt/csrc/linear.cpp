@@ -9,7 +9,6 @@
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
-#include <ATen/record_function.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -23,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "dispatch.h"
 #include "kernels.h"
 #include "shared_input.h"
 
@@ -33,17 +33,10 @@ using at::ScalarType;
 using at::Tensor;
 using torch::autograd::variable_list;
 
-// Whether the dispatcher would call the CUDA kernels of our operators with these tensors, and
-// nobody (a mode, a subclass, a transform, a profiler) would hear of it. Then they are called here.
+// Whether the dispatcher would just call the CUDA kernel of an operator. Below autograd.
 template <typename... Tensors>
 bool is_direct(const Tensors&... tensors) {
-  if (at::hasGlobalCallbacks() || at::hasThreadLocalCallbacks()) return false;
-  static const auto heeded = c10::DispatchKeySet(c10::DispatchKeySet::FULL) -
-                             c10::autograd_dispatch_keyset_with_ADInplaceOrView -
-                             c10::autocast_dispatch_keyset -
-                             c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
-  const auto keys = c10::impl::computeDispatchKeySet((tensors.key_set() | ...), heeded);
-  return keys.highestPriorityTypeId() == c10::DispatchKey::CUDA;
+  return dispatch_key(tensors...) == c10::DispatchKey::CUDA;
 }
 
 // `x` [..., C]

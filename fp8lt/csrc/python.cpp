@@ -4,13 +4,12 @@
 
 #if __has_include(<Python.h>)
 
-#include <ATen/core/dispatch/DispatchKeyExtractor.h>
-#include <ATen/record_function.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "dispatch.h"
 #include "linear.h"
 
 namespace fp8lt {
@@ -41,17 +40,11 @@ bool flag(PyObject* argument) {
   return truth == 1;
 }
 
-// Whether somebody wants to hear of the call itself, or to take it over: a mode, a subclass, a
-// transform, a profiler. They hear of operators, which this function is not.
+// Whether somebody wants to hear of the call itself, or to take it over: they hear of operators,
+// which this function is not.
 bool is_overridden(const at::Tensor& x, const at::Tensor& w,
                    const std::optional<at::Tensor>& bias) {
-  if (at::hasGlobalCallbacks() || at::hasThreadLocalCallbacks()) return true;
-  static const auto heeded = c10::DispatchKeySet(c10::DispatchKeySet::FULL) -
-                             c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView) -
-                             c10::autocast_dispatch_keyset -
-                             c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
-  const auto keys = x.key_set() | w.key_set() | (bias.has_value() ? *bias : x).key_set();
-  switch (c10::impl::computeDispatchKeySet(keys, heeded).highestPriorityTypeId()) {
+  switch (dispatch_key(x, w, bias.has_value() ? *bias : x)) {
     case c10::DispatchKey::AutogradCUDA:
     case c10::DispatchKey::AutogradCPU:
     case c10::DispatchKey::CUDA:
