@@ -21,7 +21,8 @@ from bench_timing import Entry, reason, relative_error, run_rounds, wrong
 from torch import Tensor
 
 FIRST = "first heuristic"
-# Against the products of the same FP8 operands in f64; rounding to bf16 alone is 1.7e-3.
+# Against the products of the same FP8 operands in f64. Measured on an H200: 3.3e-3 with fast
+# accumulation, 1.7e-3 without, which is rounding to bf16 alone.
 BOUNDS = {"d": 0.005}
 Operands = tuple[Any, Any]  # two ops.Quantized: a [m, K] and b [n, K]
 
