@@ -229,12 +229,11 @@ def test_the_model_mode_measures_eager_and_compiled_against_their_own_bf16(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench_model, "SIZE_CPU", ONE_BLOCK)
-    report, _ = run_main(
-        capsys, "model", "--contenders", "fp8lt", "scaled_mm-compiled", "--rounds", "1"
-    )
+    names = "fp8lt", "fp8lt-autotuned", "scaled_mm-compiled"
+    report, _ = run_main(capsys, "model", "--rounds", "1", "--contenders", *names)
     found = [(r["case"], r["contender"], r["status"]) for r in rows_of(report, "model")]
     assert found == [
-        ("eager", "bf16", "ok"), ("eager", "fp8lt", "ok"),
+        ("eager", "bf16", "ok"), ("eager", "fp8lt", "ok"), ("eager", "fp8lt-autotuned", "ok"),
         ("compiled", "bf16-compiled", "ok"), ("compiled", "scaled_mm-compiled", "ok"),
     ]  # fmt: skip
     for row in rows_of(report, "model"):

@@ -141,6 +141,24 @@ def test_the_kernels_of_a_run_follow_its_flush_and_overlaps_count_once() -> None
     assert [bench_parts.split(run) for run in runs] == [(101, 30), (20, 0)]
 
 
+def test_the_kernels_of_a_model_are_gemms_or_quantise_or_others() -> None:
+    spans = [
+        bench_parts.Span(*one)
+        for one in [
+            ("nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_ovscale_TNT", 0, 40),
+            ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x", 40, 50),
+            ("void fp8lt::(anonymous namespace)::amax_kernel<__nv_bfloat16>", 50, 56),
+            ("void fp8lt::(anonymous namespace)::cast_kernel<__nv_bfloat16", 54, 60),
+            ("void transformer_engine::detail::cast_transpose_fused_kernel", 60, 64),
+            ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_traits<cutlass::half_t", 66, 90),
+            ("void at::native::vectorized_elementwise_kernel<8, silu>", 90, 100),
+        ]
+    ]
+    assert bench_parts.times_by_kind(spans, runs=2) == {
+        "gemms_us": 25, "quantise_us": 7, "other_us": 17, "idle_us": 1
+    }  # fmt: skip
+
+
 # ------------------------------------------------------------------------------- targets, tables
 
 
@@ -181,6 +199,16 @@ def test_the_peak_of_a_layer_is_shown_and_compared_with_compiled_peers() -> None
     assert re.search(r"^fp8lt +5$", bench_report.mode_report("layer", shown), re.MULTILINE)
     (verdict,) = bench_targets.judge("layer", shown)
     assert (verdict["target"], verdict["value"], verdict["met"]) == (6, 5, True)
+
+
+def test_the_model_mode_shows_where_the_time_goes() -> None:
+    shown = result("eager", "fwd+bwd", bf16=1.0, fp8lt=1.6)
+    for row in shown["rows"]:
+        row |= {"peak_bytes": None, "parts": None}
+    assert "profiled" not in bench_report.mode_report("model", shown)
+    shown["rows"][1]["parts"] = {"gemms_us": 25, "quantise_us": 7, "other_us": 17, "idle_us": 1}
+    table = bench_report.mode_report("model", shown)
+    assert re.search(r"^fp8lt +25 +7 +17 +1$", table, re.MULTILINE)
 
 
 def test_the_plot_is_drawn_even_where_everything_failed(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--autotune",
         action="store_true",
-        help="in `layer`, `host`, `gemm` also measure fp8lt with kernels chosen by time",
+        help="in `layer`, `host`, `gemm`, `model` also measure fp8lt with kernels chosen by time",
     )
     add("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu",
         help="cpu is for trying the tool: tiny shapes, emulated FP8, perf_counter in place of "

@@ -4,6 +4,7 @@ Blocks without embedding, head and rotary positions: RMSNorm, causal attention w
 value heads, SwiGLU, all projections separate and unfused, bf16 parameters.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -80,12 +81,13 @@ Forward = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Variant:
-    """A contender: it changes a bf16 model in place and returns how to run it."""
+    """A contender: it changes a bf16 model in place and returns how to run it, inside `context`."""
 
     name: str
     case: str
     convert: Callable[[nn.Module], Forward]
     needs: Callable[[], Any] = bool  # raises where the contender cannot be had
+    context: Callable[[], Any] = contextlib.nullcontext
 
 
 def convert_fp8lt(model: nn.Module) -> Forward:
@@ -135,6 +137,7 @@ VARIANTS = [
     Variant("bf16", "eager", unchanged),
     Variant("fp8lt", "eager", convert_fp8lt),
     Variant("fp8lt-recomputed", "eager", convert_fp8lt_lean),
+    Variant("fp8lt-autotuned", "eager", convert_fp8lt, context=peers.autotuned),
     *(
         Variant(f"te-{recipe}", "eager", partial(convert_te, recipe=recipe), peers.needs_te)
         for recipe in ("delayed", "current", "block")

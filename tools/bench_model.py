@@ -7,16 +7,19 @@ Peak memory is of one forward + backward: parameters, gradients, activations, it
 what stood in memory before the contender was built does not count.
 """
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from bench_blocks import SIZE, SIZE_CPU, VARIANTS, Forward, Size, Variant, blocks
 from bench_core import REFERENCE, Bench, Result, Row, add_ratios, make_row
 from bench_linear import INPUT_SETS, WARM_UP
+from bench_parts import model_parts
 from bench_timing import Entry, reason, relative_error, run_rounds, wrong
 from torch import Tensor, nn
 
@@ -35,8 +38,10 @@ class Prepared:
     name: str
     model: nn.Module | None = None
     forward: Forward | None = None
+    context: Callable[[], Any] = contextlib.nullcontext
     errors: dict[str, float] = field(default_factory=dict)
     peak_bytes: int | None = None
+    parts: dict[str, float] | None = None  # filled when it has been timed
     failure: str | None = None
     wrong: str | None = None
 
@@ -76,7 +81,8 @@ class Workload:
 
         def run() -> None:
             x, dy = next(sets)
-            made.forward(x.detach().requires_grad_()).backward(dy)  # type: ignore[misc]
+            with made.context():
+                made.forward(x.detach().requires_grad_()).backward(dy)  # type: ignore[misc]
             clear(made.model)  # type: ignore[arg-type]
 
         return run
@@ -95,7 +101,7 @@ class Workload:
     def prepare(self, variant: Variant) -> Prepared:
         """Build, compile, warm up, check. Never raises for what the contender does."""
         self.bench.say(f"{variant.name}: prepare")
-        made = Prepared(variant.name)
+        made = Prepared(variant.name, context=variant.context)
         device = self.bench.device
         try:
             self.bench.free(code=False)
@@ -130,7 +136,7 @@ def row_of(made: Prepared, case: str, entry: Entry | None) -> Row:
         case, PHASE, made.name, made.errors, entry.rounds_us if entry else [],
         failure=made.failure or (entry.failure if entry else None), wrong=made.wrong,
     )  # fmt: skip
-    return {**row, "peak_bytes": made.peak_bytes}
+    return {**row, "peak_bytes": made.peak_bytes, "parts": made.parts}
 
 
 def measure_pair(work: Workload, base: Prepared, made: Prepared, case: str) -> tuple[Row, Row]:
@@ -140,6 +146,9 @@ def measure_pair(work: Workload, base: Prepared, made: Prepared, case: str) -> t
     ]
     work.bench.say(made.name)
     run_rounds([entry for entry in entries if entry], work.bench.rounds, work.bench.tick)
+    for one, entry in zip((base, made), entries, strict=True):
+        if entry and not entry.failure:
+            one.parts = model_parts(work.bench, work.call(one), RUNS)
     work.bench.tick(entries.count(None) * work.bench.rounds)
     rows = row_of(base, case, entries[0]), row_of(made, case, entries[1])
     add_ratios(rows, rows[0])

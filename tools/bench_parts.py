@@ -1,13 +1,14 @@
-"""Where the time of fp8lt's layer goes: GEMMs, quantise, and the rest, the host gap.
+"""Where the time goes: GEMMs, quantise, and the rest, of fp8lt's layer and of whole models.
 
 A profiler times the kernels inside the running layer, in the rounds in which the layer itself is
 timed without it. GEMMs are all kernels that are not fp8lt's: cuBLASLt clears a few bytes before
 some. A launch that begins while the one before it ends is not counted twice. On a CPU the operators
-take the kernels' place.
+take the kernels' place. The rest of a layer is the host gap; a model has other kernels, too.
 """
 
+import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -135,3 +136,39 @@ def part_row(rows: Sequence[Row], parts: Parts) -> Row:
         "rounds_us": {"gemms": gemms_us, "quantise": quantise_us, "host_gap": gap},
         "gemm_shares": shares,
     }
+
+
+# How cuBLAS, cuBLASLt and CUTLASS name their kernels, and how those who quantise name theirs. What
+# Inductor makes of a quantise is fused with other work, and counted with it.
+GEMM = re.compile("nvjet|gemm|cutlass::device_kernel")
+QUANTISE = re.compile("fp8lt::|transformer_engine::")
+
+
+def model_parts(bench: Bench, call: Callable[[], Any], runs: int) -> dict[str, float] | None:
+    """Return the us of each kind of kernel in a call of a model, and of no kernel at all.
+
+    The profiler runs beside it, on a chip that such calls have heated; None on a CPU.
+    """
+    if bench.device.type != "cuda":
+        return None
+    bench.timer.measure(call, "layer", runs, loop=1)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(runs):
+            call()
+        bench.timer.synchronize()
+    return times_by_kind(spans_of(profiler.events(), on_gpu=True), runs)
+
+
+def times_by_kind(spans: Sequence[Span], runs: int) -> dict[str, float]:
+    kinds: dict[str, list[Span]] = {"gemms_us": [], "quantise_us": [], "other_us": []}
+    for span in spans:
+        kinds[kind_of(span.name)].append(span)
+    times = {kind: busy(some) / runs for kind, some in kinds.items()}
+    whole = (max(s.end for s in spans) - spans[0].start) / runs
+    return {**times, "idle_us": max(0.0, whole - busy(spans) / runs)}
+
+
+def kind_of(kernel: str) -> str:
+    if GEMM.search(kernel):
+        return "gemms_us"
+    return "quantise_us" if QUANTISE.search(kernel) else "other_us"

@@ -124,6 +124,19 @@ def parts_table(parts: list[Row]) -> list[str]:
     return aligned(table)
 
 
+def model_parts_table(rows: list[Row]) -> list[str]:
+    measured = [row for row in rows if row["parts"]]
+    if not measured:
+        return []
+    kinds = ("gemms_us", "quantise_us", "other_us", "idle_us")
+    table: list[Sequence[str]] = [
+        ("where the time goes, profiled, us", "GEMMs", "quantise", "other kernels", "no kernel")
+    ]
+    for row in measured:
+        table.append((row["contender"], *(f"{row['parts'][kind]:,.0f}" for kind in kinds)))
+    return aligned(table)
+
+
 def target_table(verdicts: list[dict[str, Any]]) -> list[str]:
     head = ("target", "measured", "wanted", "verdict", "best peer", "best dynamic peer")
     table: list[Sequence[str]] = [head]
@@ -161,7 +174,8 @@ def mode_report(mode: str, result: Result) -> str:
         blocks.append(quantize_table(rows))
     elif mode == "model":  # each case has contenders of its own
         for case in unique(row["case"] for row in rows):
-            blocks.append(phase_table(mode, [r for r in rows if r["case"] == case], "fwd+bwd"))
+            mine = [row for row in rows if row["case"] == case]
+            blocks += [phase_table(mode, mine, "fwd+bwd"), model_parts_table(mine)]
     else:
         blocks += [phase_table(mode, rows, phase) for phase in unique(r["phase"] for r in rows)]
     if "parts" in result:
