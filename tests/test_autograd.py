@@ -54,6 +54,44 @@ def test_without_grad_nothing_is_transposed(on: torch.device) -> None:
     assert torch.equal(fp8lt.linear(made_inside, w.detach()), want)
 
 
+def test_a_graph_is_used_again_only_where_it_is_retained(on: torch.device) -> None:
+    for tokens in (4, 40):  # dx before dw, and after it
+        x = randn(tokens, 8, on=on, dtype=torch.float32).requires_grad_()
+        w = randn(5, 8, on=on, dtype=torch.float32).requires_grad_()
+        y, dy = fp8lt.linear(x, w), randn(tokens, 5, on=on, dtype=torch.float32)
+        want = torch.autograd.grad(y, (x, w), dy, retain_graph=True)
+        got = [torch.autograd.grad(y, t, dy, retain_graph=True)[0] for t in (x, w)]
+        assert all(map(torch.equal, got, want))
+        assert all(map(torch.equal, torch.autograd.grad(y, (x, w), dy), want))
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(y, (x, w), dy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "k", "n"), [(8192, 1024, 256), (256, 1024, 8192)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_backward_lets_operands_go_and_runs_the_gemms_in_the_leaner_order(
+    m: int, k: int, n: int, recompute: bool
+) -> None:
+    on = torch.device("cuda")
+    x = randn(m, k, on=on, dtype=torch.bfloat16).requires_grad_()
+    w = randn(n, k, on=on, dtype=torch.bfloat16).requires_grad_()
+    dy = randn(m, n, on=on, dtype=torch.bfloat16)
+    recipe = fp8lt.DynamicScaling(recompute_weight=recompute)
+    for _ in range(2):  # the first allocates scratch memory, too
+        y = fp8lt.linear(x, w, recipe=recipe)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        gradients = torch.autograd.grad(y, (x, w), dy)
+        peak = torch.cuda.max_memory_allocated() - before
+        del gradients
+    fp8_dy, x_t, w_t, dx, dw = m * n, m * k, n * k, 2 * m * k, 2 * n * k
+    late = w_t if recompute else 0  # made in backward; x_t and the other w_t were there before
+    dx_first = max(late + dx + 2 * fp8_dy, late - w_t + dx + dw + fp8_dy)
+    dw_first = max(dw + 2 * fp8_dy, late + dw + dx + fp8_dy - x_t)
+    assert abs(peak - min(dx_first, dw_first)) < 2**17  # scales
+
+
 def test_a_second_derivative_raises(on: torch.device) -> None:
     x = randn(4, 8, on=on, dtype=torch.float32).requires_grad_()
     w = randn(5, 8, on=on, dtype=torch.float32).requires_grad_()

@@ -198,7 +198,8 @@ def test_the_peak_of_a_layer_is_shown_and_compared_with_compiled_peers() -> None
     shown = {**shown, "parts": []}
     assert re.search(r"^fp8lt +5$", bench_report.mode_report("layer", shown), re.MULTILINE)
     (verdict,) = bench_targets.judge("layer", shown)
-    assert (verdict["target"], verdict["value"], verdict["met"]) == (6, 5, True)
+    assert (verdict["value"], verdict["met"]) == (5, True)
+    assert verdict["target"] == pytest.approx(6, rel=0.002)
 
 
 def test_the_model_mode_shows_where_the_time_goes() -> None:

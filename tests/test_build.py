@@ -120,7 +120,7 @@ f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
 tensorwise, count = recipe.resolve("tensorwise"), 0
 lean = recipe.DynamicScaling(recompute_weight=True)
 for lead, x_dtype, w_dtype, bias_dtype, out_dtype, how in itertools.product(
-    [(), (0,), (3, 5)], [bf16, f32], [bf16, f32], [None, bf16, f32], [bf16, f16, f32],
+    [(), (0,), (3, 5), (90,)], [bf16, f32], [bf16, f32], [None, bf16, f32], [bf16, f16, f32],
     [tensorwise, lean],
 ):
     x, w = torch.randn(*lead, 40, dtype=x_dtype), torch.randn(24, 40, dtype=w_dtype)

@@ -12,9 +12,11 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -165,6 +167,10 @@ struct LinearBackward : torch::autograd::Node {
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
+    release();
+  }
+
+  void release() {
     for (auto* saved : {&x_t, &x_scale_inv, &w_t, &w_scale_inv, &weight}) saved->reset_data();
   }
 
@@ -176,11 +182,13 @@ struct LinearBackward : torch::autograd::Node {
     wanted.dw = task_should_compute_output(1);
     wanted.db = bias_dtype != ScalarType::Undefined && task_should_compute_output(2);
     // Here, where autograd is on: a checkpoint runs its forward once more inside `unpack`.
-    const Saved saved = unpack(wanted);
+    Saved saved = unpack(wanted);
+    // From here on only `saved` keeps them, and lets each go after its GEMM.
+    if (!torch::autograd::get_current_graph_task_keep_graph()) release();
     forget_shared_input();
     variable_list results = [&] {
       const at::AutoDispatchBelowAutograd below;
-      return gradients_of(gradients[0], wanted, saved);
+      return gradients_of(gradients[0], wanted, std::move(saved));
     }();
     if (at::GradMode::is_enabled()) {  // with create_graph=True only
       const Tensor anchor = at::empty({0}).requires_grad_();
@@ -214,7 +222,22 @@ struct LinearBackward : torch::autograd::Node {
     return saved;
   }
 
-  variable_list gradients_of(const Tensor& dy, const Wanted& wanted, const Saved& saved) const {
+  int64_t tokens() const {
+    return c10::multiply_integers(x_sizes.begin(), x_sizes.end() - 1);
+  }
+
+  // Whether the peak is lower with dw before dx. Each GEMM finds what the other left: its result,
+  // or operands that are still to be used.
+  bool grad_weight_first() const {
+    const int64_t m = tokens(), k = x_sizes.back();
+    const int64_t dx = m * k * c10::elementSize(x_dtype), dw = n * k * c10::elementSize(w_dtype);
+    const int64_t dy = m * n, w_t = n * k, x_t = m * k;  // FP8; of dy there are two copies
+    const int64_t w_t_early = recompute_weight ? 0 : w_t;
+    return std::max(dw + 2 * dy + x_t + w_t_early, dw + dx + dy + w_t) <
+           std::max(dx + 2 * dy + x_t + w_t, dx + dw + dy + x_t);
+  }
+
+  variable_list gradients_of(const Tensor& dy, const Wanted& wanted, Saved saved) const {
     Tensor dx, dw, db;
     Quantized q;
     if (wanted.dx || wanted.dw) {
@@ -223,23 +246,31 @@ struct LinearBackward : torch::autograd::Node {
                    Memory::kKept);
       if (wanted.db) db = std::get<3>(q);
     } else if (wanted.db) {
-      const int64_t m = c10::multiply_integers(x_sizes.begin(), x_sizes.end() - 1);
-      db = at::sum(dy.reshape({m, n}), {0}, false, ScalarType::Float).to(bias_dtype);
+      db = at::sum(dy.reshape({tokens(), n}), {0}, false, ScalarType::Float).to(bias_dtype);
     }
-    if (wanted.dx) {
-      Quantized wq(Tensor(), saved.w_t, saved.w_scale_inv, Tensor());
-      if (recompute_weight) {
-        wq = quantize(saved.weight, forward_fp8, false, true, std::nullopt, Memory::kKept);
-      }
-      dx = gemm_nt(std::get<0>(q), std::get<1>(wq), std::get<2>(q), std::get<2>(wq), x_sizes,
-                   std::nullopt, x_dtype, fast_grad_input);
-      std::get<0>(q) = Tensor();  // dw takes its place
-    }
-    if (wanted.dw) {
-      dw = gemm_nt(std::get<1>(q), saved.x_t, std::get<2>(q), saved.x_scale_inv,
-                   {n, x_sizes.back()}, std::nullopt, w_dtype, fast_grad_weight);
-    }
+    const bool dw_first = wanted.dx && wanted.dw && grad_weight_first();
+    if (dw_first) dw = grad_weight(q, saved);
+    if (wanted.dx) dx = grad_input(q, saved);
+    if (wanted.dw && !dw_first) dw = grad_weight(q, saved);
     return {dx, dw, db};
+  }
+
+  // dx [..., K] = dy [M, N] @ w [N, K]. Takes the FP8 operands out of `dy` and `saved`.
+  Tensor grad_input(Quantized& dy, Saved& saved) const {
+    const Tensor data = std::move(std::get<0>(dy));
+    Quantized w(Tensor(), std::move(saved.w_t), saved.w_scale_inv, Tensor());
+    if (recompute_weight) {
+      w = quantize(saved.weight, forward_fp8, false, true, std::nullopt, Memory::kKept);
+    }
+    return gemm_nt(data, std::get<1>(w), std::get<2>(dy), std::get<2>(w), x_sizes, std::nullopt,
+                   x_dtype, fast_grad_input);
+  }
+
+  // dw [N, K] = dy [M, N].T @ x [M, K]. Takes the FP8 operands out of `dy` and `saved`.
+  Tensor grad_weight(Quantized& dy, Saved& saved) const {
+    const Tensor data_t = std::move(std::get<1>(dy)), x_t = std::move(saved.x_t);
+    return gemm_nt(data_t, x_t, std::get<2>(dy), saved.x_scale_inv, {n, x_sizes.back()},
+                   std::nullopt, w_dtype, fast_grad_weight);
   }
 };
 
