@@ -73,12 +73,15 @@ Quantized allocate(int64_t rows, int64_t cols, ScalarType dtype, bool row_major,
     return {empty(data, dtype, device), empty(data_t, dtype, device),
             empty({scales}, ScalarType::Float, device), Tensor()};
   }
-  const bool row_major_alone = row_major && transposed;
+  const bool with_data_t = transposed && (!row_major || memory == Memory::kScaleWithDataT);
   const size_t copy = Block::bytes_of(padded_rows * padded_cols, dtype);
   const size_t bytes = Block::bytes_of(scales, ScalarType::Float);
   Block block(row_major || transposed ? copy + bytes : bytes, device);
-  Tensor first = row_major_alone ? empty(data, dtype, device) : block.take(data, dtype);
-  Tensor second = block.take(data_t, dtype);
+  const auto place = [&](const Sizes& sizes, bool shares) {
+    return shares ? block.take(sizes, dtype) : empty(sizes, dtype, device);
+  };
+  Tensor first = place(data, !row_major || !with_data_t);
+  Tensor second = place(data_t, !transposed || with_data_t);
   return {std::move(first), std::move(second), block.take({scales}, ScalarType::Float), Tensor()};
 }
 

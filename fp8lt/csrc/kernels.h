@@ -12,8 +12,9 @@ namespace fp8lt {
 using Quantized = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // see ops.Quantized
 
 enum class Memory {
-  kApart,  // an allocation for each output, as an operator must have
-  kKept    // data alone, to be freed first; scale_inv with data_t, or with data if there is none
+  kApart,          // an allocation for each output, as an operator must have
+  kScaleWithData,  // scale_inv with data, which is freed last; where there is one copy, with that
+  kScaleWithDataT
 };
 
 // `x` [..., C]: its leading dimensions are rows. See ops.quantize_tensorwise.

@@ -92,10 +92,10 @@ Forward forward(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b
   Forward f;
   f.x = x_made_by.has_value() && is_direct(x)
             ? quantize_shared_input(x, *x_made_by, o.forward_fp8)
-            : quantize(x, o.forward_fp8, true, need_w, std::nullopt, Memory::kKept);
+            : quantize(x, o.forward_fp8, true, need_w, std::nullopt, Memory::kScaleWithDataT);
   f.w = o.w_quantized ? *o.w_quantized
                       : quantize(w, o.forward_fp8, true, need_x && !o.recompute_weight,
-                                 std::nullopt, Memory::kKept);
+                                 std::nullopt, Memory::kScaleWithDataT);
   // As ops._place_bias: in the epilogue where it has a form for it, else after, in f32.
   const bool f32 = o.out_dtype == ScalarType::Float;
   const bool after = bias.has_value() && f32 && bias->scalar_type() != ScalarType::BFloat16;
@@ -188,7 +188,7 @@ struct LinearBackward : torch::autograd::Node {
     forget_shared_input();
     variable_list results = [&] {
       const at::AutoDispatchBelowAutograd below;
-      return gradients_of(gradients[0], wanted, std::move(saved));
+      return gradients_of(std::move(gradients[0]), wanted, std::move(saved));
     }();
     if (at::GradMode::is_enabled()) {  // with create_graph=True only
       const Tensor anchor = at::empty({0}).requires_grad_();
@@ -237,39 +237,41 @@ struct LinearBackward : torch::autograd::Node {
            std::max(dx + 2 * dy + x_t + w_t, dx + dw + dy + x_t);
   }
 
-  variable_list gradients_of(const Tensor& dy, const Wanted& wanted, Saved saved) const {
+  variable_list gradients_of(Tensor dy, const Wanted& wanted, Saved saved) const {
     Tensor dx, dw, db;
     Quantized q;
+    const bool dw_first = wanted.dx && wanted.dw && grad_weight_first();
     if (wanted.dx || wanted.dw) {
       q = quantize(dy, backward_fp8, wanted.dx, wanted.dw,
                    wanted.db ? std::optional<ScalarType>(bias_dtype) : std::nullopt,
-                   Memory::kKept);
+                   dw_first ? Memory::kScaleWithData : Memory::kScaleWithDataT);
       if (wanted.db) db = std::get<3>(q);
+      dy = Tensor();  // often the last to hold it
     } else if (wanted.db) {
       db = at::sum(dy.reshape({tokens(), n}), {0}, false, ScalarType::Float).to(bias_dtype);
     }
-    const bool dw_first = wanted.dx && wanted.dw && grad_weight_first();
     if (dw_first) dw = grad_weight(q, saved);
     if (wanted.dx) dx = grad_input(q, saved);
     if (wanted.dw && !dw_first) dw = grad_weight(q, saved);
     return {dx, dw, db};
   }
 
-  // dx [..., K] = dy [M, N] @ w [N, K]. Takes the FP8 operands out of `dy` and `saved`.
+  // dx [..., K] = dy [M, N] @ w [N, K]. Takes its operands out of `dy` and `saved`.
   Tensor grad_input(Quantized& dy, Saved& saved) const {
     const Tensor data = std::move(std::get<0>(dy));
-    Quantized w(Tensor(), std::move(saved.w_t), saved.w_scale_inv, Tensor());
+    Quantized w(Tensor(), std::move(saved.w_t), std::move(saved.w_scale_inv), Tensor());
     if (recompute_weight) {
-      w = quantize(saved.weight, forward_fp8, false, true, std::nullopt, Memory::kKept);
+      w = quantize(saved.weight, forward_fp8, false, true, std::nullopt, Memory::kScaleWithDataT);
     }
     return gemm_nt(data, std::get<1>(w), std::get<2>(dy), std::get<2>(w), x_sizes, std::nullopt,
                    x_dtype, fast_grad_input);
   }
 
-  // dw [N, K] = dy [M, N].T @ x [M, K]. Takes the FP8 operands out of `dy` and `saved`.
+  // dw [N, K] = dy [M, N].T @ x [M, K]. Takes its operands out of `dy` and `saved`.
   Tensor grad_weight(Quantized& dy, Saved& saved) const {
-    const Tensor data_t = std::move(std::get<1>(dy)), x_t = std::move(saved.x_t);
-    return gemm_nt(data_t, x_t, std::get<2>(dy), saved.x_scale_inv, {n, x_sizes.back()},
+    const Tensor data_t = std::move(std::get<1>(dy));
+    const Tensor x_t = std::move(saved.x_t), x_scale_inv = std::move(saved.x_scale_inv);
+    return gemm_nt(data_t, x_t, std::get<2>(dy), x_scale_inv, {n, x_sizes.back()},
                    std::nullopt, w_dtype, fast_grad_weight);
   }
 };

@@ -60,7 +60,7 @@ Last& last() {
 
 Quantized quantize_shared_input(const at::Tensor& x, uint64_t made_by, at::ScalarType dtype) {
   const auto make = [&] {
-    return quantize_tensorwise_cuda(x, dtype, true, true, std::nullopt, Memory::kKept);
+    return quantize_tensorwise_cuda(x, dtype, true, true, std::nullopt, Memory::kScaleWithDataT);
   };
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(x.get_device());
   // Inference tensors count no versions; what a capture makes is the graph's.
