@@ -141,7 +141,7 @@ def part_row(rows: Sequence[Row], parts: Parts) -> Row:
 # How cuBLAS, cuBLASLt and CUTLASS name their kernels, and how those who quantise name theirs. What
 # Inductor makes of a quantise is fused with other work, and counted with it.
 GEMM = re.compile("nvjet|gemm|cutlass::device_kernel")
-QUANTISE = re.compile("fp8lt::|transformer_engine::")
+QUANTISE = re.compile("fp8lt::|transformer_engine::|cast_transpose")
 
 
 def model_parts(bench: Bench, call: Callable[[], Any], runs: int) -> dict[str, float] | None:

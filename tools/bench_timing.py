@@ -1,6 +1,8 @@
 """How the benchmark measures: equal heat, a cold L2 cache, medians of rounds.
 
-    per round     every contender once, in rotating order: heat, then the median of a few runs
+    per round     every contender once, in rotating order: heat, then the median of a few runs,
+                  one after the other: a wait between them would be a rest for the chip, the longer
+                  the slower the host
     ratio         reference's median / contender's median, both of the same round
     reported      the median over the rounds
 
@@ -19,8 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-# Measured on an H200 after a pause: a bf16 layer of 8192x4096x4096 begins at 1035 us and reaches its
-# 1200 after 120 ms, fp8lt's begins at 710 us and reaches its 787 after 80 ms.
+# Measured on an H200 after a pause: a bf16 layer of 8192x4096x4096 begins at 1035 us and reaches
+# its 1200 after 120 ms, fp8lt's begins at 710 us and reaches its 787 after 80 ms.
 HEAT_MS = 100.0
 HEAT_DIM = 8192  # of the square bf16 GEMMs that heat
 FLUSH_BYTES = 256 << 20  # at least; and at least twice the L2 cache
@@ -49,8 +51,10 @@ class Timer:
         )
         for _ in range(5):
             self._heat_once()
-        one = statistics.median(self._events(self._heat_once) for _ in range(5)) / 1e3
-        self.heat_gemms = math.ceil(HEAT_MS / one)
+        pairs = [self._events(self._heat_once) for _ in range(5)]
+        self.synchronize()
+        one_us = statistics.median(elapsed_us(*pair) for pair in pairs)
+        self.heat_gemms = math.ceil(HEAT_MS * 1e3 / one_us)
 
     def measure(self, call: Callable[[], Any], how: How, runs: int, loop: int = LOOP) -> float:
         """Return the median time of one call, after the heat; in "host" there is none.
@@ -65,7 +69,9 @@ class Timer:
             self._heat_once()
         self.synchronize()
         loop = loop if how == "layer" else 1
-        return statistics.median(self._cold_run(call, how, loop) for _ in range(runs))
+        pairs = [self._cold_run(call, how, loop) for _ in range(runs)]
+        self.synchronize()
+        return statistics.median(elapsed_us(*pair) for pair in pairs) / loop
 
     def synchronize(self) -> None:
         if self.on_gpu:
@@ -81,8 +87,7 @@ class Timer:
     def _heat_once(self) -> None:
         torch.mm(self._a, self._b, out=self._c)
 
-    def _cold_run(self, call: Callable[[], Any], how: How, loop: int) -> float:
-        self.synchronize()
+    def _cold_run(self, call: Callable[[], Any], how: How, loop: int) -> tuple[Any, Any]:
         if how == "layer":
             call()
         else:
@@ -91,14 +96,13 @@ class Timer:
         self._flush.fill_(1)
         return self._events(call, loop)
 
-    def _events(self, call: Callable[[], Any], loop: int = 1) -> float:
+    def _events(self, call: Callable[[], Any], loop: int = 1) -> tuple[Any, Any]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(loop):
             call()
         end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / loop
+        return start, end
 
     def _wall(self, call: Callable[[], Any]) -> float:
         begin = time.perf_counter()
@@ -111,6 +115,10 @@ class Timer:
         for _ in range(HOST_CALLS):
             call()
         return (time.perf_counter() - begin) * 1e6 / HOST_CALLS
+
+
+def elapsed_us(start: Any, end: Any) -> float:
+    return start.elapsed_time(end) * 1e3
 
 
 @dataclass

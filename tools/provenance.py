@@ -24,9 +24,11 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of this code: git's word, or GIT_COMMIT where there is only a copy."""
+    """Return the commit of this code: what GIT_COMMIT says, as for a copy, or else git."""
+    if said := os.environ.get("GIT_COMMIT"):
+        return said
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT")
+        return None
