@@ -6,29 +6,39 @@
 torch.Size([3, 32])
 
 `linear` is the operation, `Linear` the module, `convert_to_float8_training` the way to convert a
-model. CUDA tensors run natively where the GPU has FP8; CPU tensors run emulated, with the same
-numbers.
+model. Recipes, by name or as objects: "tensorwise" (`DynamicScaling`), "rowwise",
+"rowwise_with_gw_hp", "rowwise_folded" (`RowwiseScaling`), "blockwise" (`BlockScaling`).
+
+CUDA tensors run natively where the GPU has FP8; CPU tensors run emulated, with the same numbers.
 """
 
 from . import build
 from .autotune import autotune
-from .linear import linear, quantize_weight
-from .module import Linear, convert_to_float8_training, disable_fp8, reuse_weights, revert
-from .recipe import (
-    DynamicScaling,
+from .config import (
+    CastConfig,
     Float8GemmConfig,
     Float8LinearConfig,
     Float8LinearRecipeName,
+    ScalingGranularity,
+    ScalingType,
 )
+from .linear import linear, quantize_weight
+from .module import Linear, convert_to_float8_training, disable_fp8, reuse_weights, revert
+from .recipe import BlockScaling, DynamicScaling, RowwiseScaling
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockScaling",
+    "CastConfig",
     "DynamicScaling",
     "Float8GemmConfig",
     "Float8LinearConfig",
     "Float8LinearRecipeName",
     "Linear",
+    "RowwiseScaling",
+    "ScalingGranularity",
+    "ScalingType",
     "autotune",
     "convert_to_float8_training",
     "disable_fp8",

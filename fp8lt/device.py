@@ -14,6 +14,10 @@ from typing import NamedTuple
 import torch
 
 NATIVE_SINCE = (8, 9)  # Ada: the first with FP8 tensor cores
+# More scales than one per tensor: cuBLASLt has its modes OUTER_VEC (a scale per row) and VEC128,
+# BLK128x128 (a scale per block) on Hopper alone, since 12.9.
+SCALES_ON = (9, 0)
+SCALES_SINCE_CUBLASLT = 120900
 
 
 class Formats(NamedTuple):
@@ -62,8 +66,11 @@ formats._dynamo_marked_constant = True  # type: ignore[attr-defined] # see ops.b
 
 
 @cache
-def support(device: torch.device) -> Support:
-    """Say whether `device` has what native FP8 needs; whether that is built is `build`'s matter."""
+def support(device: torch.device, recipe: str = "tensorwise") -> Support:
+    """Say whether `device` has what native FP8 needs; whether that is built is `build`'s matter.
+
+    recipe: the name of one, since not every GPU with FP8 has every recipe's scales.
+    """
     if device.type == "cpu":
         return Support(False, "a CPU has no FP8 units")
     if device.type == "meta":
@@ -74,16 +81,33 @@ def support(device: torch.device) -> Support:
     if architecture is not None:
         return Support(False, f"the native path calls cuBLASLt; {device} is an AMD {architecture}")
     name = torch.cuda.get_device_name(device)
-    return capability_support(name, torch.cuda.get_device_capability(device))
+    return capability_support(name, torch.cuda.get_device_capability(device), recipe)
 
 
-def capability_support(name: str, capability: tuple[int, int]) -> Support:
+def capability_support(
+    name: str, capability: tuple[int, int], recipe: str = "tensorwise"
+) -> Support:
     """The same for an NVIDIA GPU known by name and compute capability."""
     found = f"{name} has compute capability {capability[0]}.{capability[1]}"
     if capability < NATIVE_SINCE:
         need = f"{NATIVE_SINCE[0]}.{NATIVE_SINCE[1]}"
         return Support(False, f"{found}; FP8 needs {need} or newer (Ada, Hopper, Blackwell)")
+    if recipe != "tensorwise" and capability != SCALES_ON:
+        need = f"{SCALES_ON[0]}.{SCALES_ON[1]} (Hopper)"
+        scales = "a scale per block" if recipe == "blockwise" else "a scale per row"
+        reason = f"recipe {recipe!r} needs {scales}, which cuBLASLt has for {need} alone"
+        return Support(False, f"{found}; {reason}")
     return Support(True, found)
+
+
+def cublaslt_reason(loaded: int, recipe: str) -> str | None:
+    """Return why this version of cuBLASLt (130101 is 13.1.1) cannot run a recipe, or None."""
+    if recipe == "tensorwise" or loaded >= SCALES_SINCE_CUBLASLT:
+        return None
+    return (
+        f"recipe {recipe!r} needs cuBLASLt {SCALES_SINCE_CUBLASLT} (12.9) or newer; "
+        f"torch has loaded {loaded}"
+    )
 
 
 @cache

@@ -1,14 +1,15 @@
 """FP8 linear layer: three GEMMs, each on freshly quantised operands. Start reading here.
 
-    y  = x  @ w.T + b   x, w: e4m3    [M, K] @ [N, K].T          fast accumulation
-    dx = dy @ w         dy:   e5m2    [M, N] @ [K, N].T   (w_t)
-    dw = dy.T @ x                     [N, M] @ [K, M].T   (dy_t, x_t)
+    y  = x  @ w.T + b   rows of x, rows of w            [M, K] @ [N, K].T
+    dx = dy @ w         rows of dy, columns of w        [M, N] @ [K, N].T   (w_t)
+    dw = dy.T @ x       columns of dy, columns of x     [N, M] @ [K, M].T   (dy_t, x_t)
     db = dy.sum(0)      from the unquantised dy, in f32, while it is quantised
 
-Every GEMM is the K-major form, so each tensor is quantised once, into the layouts that its GEMMs
-need. Forward keeps FP8 copies only (x_t, w_t and their scales: a byte per element instead of two or
-four), and only those whose gradient somebody wants. A weight is in memory anyway: a recipe may ask
-for it to be quantised once more in backward instead (`recompute_weight`).
+Every GEMM is the K-major form, so each tensor is read once, into the layouts that its GEMMs need;
+what shares a scale in them is the recipe's matter (`operands.py`). Forward keeps FP8 copies only
+(x_t, w_t and their scales: a byte per element instead of two or four), and only those whose
+gradient somebody wants. A weight is in memory anyway: a recipe may ask for it to be quantised once
+more in backward instead (`recompute_weight`), and one recipe computes dw from x itself.
 """
 
 import functools
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import device, ops
-from .recipe import Recipe, resolve
+from . import device, operands, ops
+from .emulate import Scaling, padded
+from .recipe import DynamicScaling, Recipe, resolve
 
 
 def linear(
@@ -39,10 +41,12 @@ def linear(
         x: [..., K] bf16, f16 or f32, any strides; `...` may be nothing, or hold a 0.
         w: [N, K] bf16, f16 or f32; f32 master weights may meet bf16 activations.
         bias: [N] bf16, f16 or f32, or None. With a 16-bit result it is rounded to that dtype.
-        recipe: a name ("tensorwise") or a recipe object.
+        recipe: "tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "blockwise", or a
+            recipe object (`DynamicScaling`, `RowwiseScaling`, `BlockScaling`).
         out_dtype: dtype of y; by default x's, or autocast's inside `torch.autocast`.
-        w_quantized: `quantize_weight(w)` of this very `w`, to save quantising it again; gradients
-            still go to `w`. Nothing checks that it is up to date: see `reuse_weights`.
+        w_quantized: `quantize_weight(w)` of this very `w`, for the same recipe, to save quantising
+            it again; gradients still go to `w`. Nothing checks that it is up to date: see
+            `reuse_weights`.
 
     Returns:
         y: [..., N]. Gradients have the dtype of what they belong to: an f32 `w` gets an f32 `dw`,
@@ -50,7 +54,8 @@ def linear(
 
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, as `F.linear` does; CUDA tensors
-            where native FP8 does not exist; a second or a forward-mode derivative.
+            where native FP8, or the recipe's scales, do not exist; `w_quantized` that does not fit
+            `w` or the recipe; a second or a forward-mode derivative.
         TypeError: `x`, `w` or `bias` is not a tensor, `recipe` neither a name nor a recipe.
         ValueError: no recipe has that name.
 
@@ -61,9 +66,10 @@ def linear(
                 [1.0000, 2.0000, 3.0000, 3.0000]])
     """
     check(x, w, bias, out_dtype)
+    recipe = resolve(recipe)
     if w_quantized is not None:
-        _check_quantized(w_quantized, x, w)
-    return run(x, w, bias, w_quantized, resolve(recipe), out_dtype)
+        _check_quantized(w_quantized, x, w, recipe)
+    return run(x, w, bias, w_quantized, recipe, out_dtype)
 
 
 def run(
@@ -79,9 +85,10 @@ def run(
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # autocast raises for meta
         x = x.to(torch.get_autocast_dtype(kind))
-    emulated = ops.backend(x.device, recipe.emulate)
+    emulated = ops.backend(x.device, recipe.emulate, recipe.name)
     out_dtype = out_dtype or x.dtype
-    if x.is_cuda and not emulated and not torch.compiler.is_compiling():
+    native = x.is_cuda and not emulated and not torch.compiler.is_compiling()
+    if native and isinstance(recipe, DynamicScaling):
         return ops.linear(x, w, bias, w_quantized, recipe, out_dtype)
     args = (x, w, bias, w_quantized, recipe, out_dtype, emulated)
     wanted = torch.is_grad_enabled() and any(
@@ -94,17 +101,14 @@ def run(
 def quantize_weight(
     w: Tensor, *, recipe: str | Recipe = "tensorwise", transposed: bool = True
 ) -> ops.Quantized:
-    """Quantise `w` [N, K] for several calls of `linear`.
+    """Quantise `w` [N, K] for several calls of `linear` with the same recipe.
 
     `transposed=False` saves a byte per element where no gradient of `x` is wanted.
     """
     recipe = resolve(recipe)
-    emulated = ops.backend(w.device, recipe.emulate)
+    emulated = ops.backend(w.device, recipe.emulate, recipe.name)
     with torch.no_grad():
-        return ops.quantize_tensorwise(
-            w, recipe.forward_dtype(device.formats(w.device)),
-            transposed=transposed, emulated=emulated,
-        )  # fmt: skip
+        return operands.quantize_w(w, recipe, transposed=transposed, emulated=emulated)
 
 
 def _forward(
@@ -120,14 +124,14 @@ def _forward(
     need_w: bool,
 ) -> tuple[Tensor, ops.Quantized, ops.Quantized]:
     """Return y and the FP8 x and w, transposed where a gradient will need that."""
-    fp8 = recipe.forward_dtype(device.formats(x.device))
     *lead, k = x.shape
     x = x.reshape(math.prod(lead), k)
-    xq = ops.quantize_tensorwise(x, fp8, transposed=need_w, emulated=emulated)
-    wq = w_quantized or ops.quantize_tensorwise(w, fp8, transposed=need_x, emulated=emulated)
+    xq = operands.quantize_x(x, recipe, transposed=need_w, emulated=emulated)
+    wq = w_quantized or operands.quantize_w(w, recipe, transposed=need_x, emulated=emulated)
     y = ops.gemm_nt(
         xq.data, wq.data, xq.scale_inv, wq.scale_inv, x.shape[0], w.shape[0],
-        bias=bias, out_dtype=out_dtype, fast_accum=recipe.fast_accum_output, emulated=emulated,
+        bias=bias, out_dtype=out_dtype, scaling=operands.scalings(recipe).output,
+        fast_accum=recipe.fast_accum_output, emulated=emulated,
     )  # fmt: skip
     if len(lead) != 1:
         # A view would forbid to change the result in place (nn.ReLU(inplace=True), y += residual).
@@ -187,15 +191,15 @@ class _Linear(torch.autograd.Function):
         emulated: bool,
     ) -> Tensor:
         need_x, need_w, *_ = ctx.needs_input_grad
-        ctx.recompute_weight = need_x and recipe.recompute_weight and w_quantized is None
+        ctx.recompute_w = need_x and recipe.recompute_weight and w_quantized is None
+        ctx.keep_x = need_w and operands.keeps_x(recipe)
         y, xq, wq = _forward(
             x, w, bias, w_quantized, recipe, out_dtype, emulated,
-            need_x=need_x and not ctx.recompute_weight, need_w=need_w,
+            need_x=need_x and not ctx.recompute_w, need_w=need_w and not ctx.keep_x,
         )  # fmt: skip
-        keep_w = (w, None) if ctx.recompute_weight else (wq.data_t, wq.scale_inv)
         ctx.save_for_backward(
-            *((xq.data_t, xq.scale_inv) if need_w else (None, None)),
-            *(keep_w if need_x else (None, None)),
+            *_saved(need_w, x if ctx.keep_x else None, xq),
+            *_saved(need_x, w if ctx.recompute_w else None, wq),
         )
         ctx.recipe, ctx.emulated, ctx.x_shape = recipe, emulated, x.shape
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
@@ -204,38 +208,47 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @_differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_t, x_scale_inv, w_t, w_scale_inv = ctx.saved_tensors  # or w, and nothing
+        x, x_t, x_scale_inv, x_fold, w, w_t, w_scale_inv, w_fold = ctx.saved_tensors
         need_x, need_w, need_bias, *_ = ctx.needs_input_grad
         recipe, emulated, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.emulated, ctx.dtypes
-        *lead, k = ctx.x_shape
+        scalings, (*lead, k) = operands.scalings(recipe), ctx.x_shape
         m, n = math.prod(lead), dy.shape[-1]
         dy = dy.reshape(m, n)
         dx = dw = db = None
-        if need_x or need_w:
-            dyq = ops.quantize_tensorwise(
-                dy, recipe.backward_dtype(device.formats(dy.device)),
-                row_major=need_x, transposed=need_w,
+        if need_x and ctx.recompute_w:
+            w_t, w_scale_inv, w_fold = operands.columns_of_w(w, recipe, emulated=emulated)
+        columns_of_dy = need_w and not ctx.keep_x
+        if need_x or columns_of_dy:
+            dyq = operands.quantize_dy(
+                dy, recipe, row_major=need_x, transposed=columns_of_dy,
+                fold_cols=w_fold if need_x else None, fold_rows=x_fold if need_w else None,
                 sums_dtype=bias_dtype if need_bias else None, emulated=emulated,
             )  # fmt: skip
             db = dyq.sums if need_bias else None
         elif need_bias:
             db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        if need_x and ctx.recompute_weight:
-            fp8 = recipe.forward_dtype(device.formats(dy.device))
-            _, w_t, w_scale_inv, _ = ops.quantize_tensorwise(
-                w_t, fp8, row_major=False, emulated=emulated
-            )
         if need_x:
             dx = ops.gemm_nt(
                 dyq.data, w_t, dyq.scale_inv, w_scale_inv, m, k, out_dtype=x_dtype,
-                fast_accum=recipe.fast_accum_grad_input, emulated=emulated,
+                scaling=scalings.grad_input, fast_accum=recipe.fast_accum_grad_input,
+                emulated=emulated,
             ).view(ctx.x_shape)  # fmt: skip
-        if need_w:
+        if columns_of_dy:
             dw = ops.gemm_nt(
-                dyq.data_t, x_t, dyq.scale_inv, x_scale_inv, n, k, out_dtype=w_dtype,
-                fast_accum=recipe.fast_accum_grad_weight, emulated=emulated,
+                dyq.data_t, x_t, dyq.scale_inv_t, x_scale_inv, n, k, out_dtype=w_dtype,
+                scaling=scalings.grad_weight, fast_accum=recipe.fast_accum_grad_weight,
+                emulated=emulated,
             )  # fmt: skip
+        elif need_w:
+            dw = operands.grad_weight_in_high_precision(dy, x.reshape(m, k), w_dtype)
         return dx, dw, db, None, None, None, None
+
+
+def _saved(needed: bool, itself: Tensor | None, q: ops.Quantized) -> tuple[Tensor | None, ...]:
+    """Return what backward gets of x or w: itself, or its columns; nothing if not needed."""
+    if needed and itself is None:
+        return None, *operands.columns(q)
+    return itself, None, None, None
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:
@@ -281,13 +294,13 @@ def check(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype | No
         )
 
 
-def _check_quantized(w_quantized: ops.Quantized, x: Tensor, w: Tensor) -> None:
+def _check_quantized(w_quantized: ops.Quantized, x: Tensor, w: Tensor, recipe: Recipe) -> None:
     if not isinstance(w_quantized, ops.Quantized):
         raise TypeError(
             "fp8lt.linear: want w_quantized from fp8lt.quantize_weight, "
             f"got {type(w_quantized).__name__}"
         )
-    n, k = map(ops.padded, w.shape)
+    n, k = map(padded, w.shape)
     data, data_t = w_quantized.data, w_quantized.data_t
     needs_t = torch.is_grad_enabled() and x.requires_grad
     fits = data.shape == (n, k) and (not needs_t or data_t.shape == (k, n))
@@ -298,3 +311,13 @@ def _check_quantized(w_quantized: ops.Quantized, x: Tensor, w: Tensor) -> None:
             f"{', with its transposed copy' if needs_t else ''}; "
             f"got {list(data.shape)} and {list(data_t.shape)} in {data.dtype} on {data.device}"
         )
+    want, got = operands.weight_scaling(recipe), (w_quantized.scaling, w_quantized.scaling_t)
+    if got != want:
+        raise RuntimeError(
+            f"fp8lt.linear: want w_quantized for recipe {recipe.name!r}, with the scalings "
+            f"{_words(want)}, got {_words(got)}: call quantize_weight with the same recipe"
+        )
+
+
+def _words(scalings: tuple[Scaling | None, ...]) -> str:
+    return " and ".join("folded" if s is None else s.name.lower() for s in scalings)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .config import Float8LinearConfig
 from .linear import check, quantize_weight, run
 from .ops import Quantized
-from .recipe import Float8LinearConfig, Recipe, resolve
+from .recipe import Recipe, resolve
 
 _CONTEXT_STATE = ("_fp8_disabled", "_weight_cache")
 
@@ -25,7 +26,8 @@ class Linear(nn.Linear):
     """`nn.Linear` that computes `y = x @ weight.T + bias` with FP8 operands.
 
     Args: those of `nn.Linear`, and
-        recipe: a name ("tensorwise") or a recipe object.
+        recipe: "tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "blockwise", or a
+            recipe object (`DynamicScaling`, `RowwiseScaling`, `BlockScaling`).
 
     Example:
         >>> layer = fp8lt.Linear(64, 32)
@@ -93,7 +95,8 @@ def convert_to_float8_training(
 
     Args:
         module: any module, on any device, `meta` too.
-        config: a `Float8LinearConfig`, a recipe, or its name; default "tensorwise".
+        config: a `Float8LinearConfig`, a recipe object, or a name: "tensorwise" (default),
+            "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "blockwise".
         module_filter_fn: called with (layer, its qualified name, "" for the root) for every layer
             that could be converted; those for which it returns False stay as they are.
         convert_subclasses: also convert subclasses of `nn.Linear`; `forward` becomes
@@ -230,7 +233,7 @@ class _WeightCache:
                 return None
             # torch.cuda.current_stream makes an object, which takes as long as a kernel launch.
             stream = torch._C._cuda_getCurrentRawStream(weight.get_device())
-        key = (weight.data_ptr(), weight._version, weight.dtype, weight.shape, stream)
+        key = (weight.data_ptr(), weight._version, weight.dtype, weight.shape, stream, recipe)
         if self._held is not None:
             of_weight, of_key, held = self._held
             complete = not transposed or bool(held.data_t.numel())

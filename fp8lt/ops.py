@@ -1,10 +1,14 @@
 """The operators: what exactly is a quantise, a GEMM.
 
-Two families, defined here once for every backend (`torch.ops.fp8lt.*`):
+Two families, the same for every backend (`torch.ops.fp8lt.*`, defined in `schemas.py`):
 
     quantize_*   one real matrix x [R, C] -> FP8 copies, row-major and transposed, and scale_inv;
                  on the side the sums of x's columns, since it is read anyway
     gemm_nt      a [m, K] @ b [n, K].T, both K-major, on FP8 copies: the only GEMM there is
+
+**Scaling** is what shares one scale: a tensor, a row of a copy, 128 elements of a row, or a square
+of 128 x 128 (`emulate.Scaling`). A GEMM contracts rows, so that a scale must not vary within a row
+but by blocks: where rows and columns have scales of their own, the two copies have different bytes.
 
 **Padding** is settled here and nowhere else. An FP8 copy has both dimensions rounded up to a
 multiple of 16 and zero-filled: the contraction of a GEMM must be such a multiple, and either
@@ -17,52 +21,33 @@ operators; any device runs `emulate` when asked (`emulated=True`). Outputs are a
 and their shapes depend on shapes and dtypes alone.
 """
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
-from . import build, device, emulate, settings
-from .emulate import PAD, padded
+from . import build, device, schemas, settings
+from .emulate import Scaling
 from .recipe import Recipe
 
-REAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FP8_DTYPES = (*device.OCP, *device.FNUZ)
-_E5M2 = (device.OCP.e5m2, device.FNUZ.e5m2)
-
-_library = torch.library.Library("fp8lt", "DEF")
-_library.define(
-    "quantize_tensorwise(Tensor x, ScalarType dtype, bool row_major, bool transposed,"
-    " ScalarType? sums_dtype=None) -> (Tensor data, Tensor data_t, Tensor scale_inv, Tensor sums)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.define(
-    "gemm_nt(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, SymInt m, SymInt n,"
-    " Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-# The whole layer with its gradients, made by the extension alone: `linear.py` is its definition.
-_library.define(
-    "linear(Tensor x, Tensor w, Tensor? bias, Tensor? w_data, Tensor? w_data_t,"
-    " Tensor? w_scale_inv, ScalarType forward_fp8, ScalarType backward_fp8, ScalarType out_dtype,"
-    " bool fast_output, bool fast_grad_input, bool fast_grad_weight, bool recompute_weight)"
-    " -> Tensor"
-)
-_library.define("cublaslt_versions() -> (int compiled, int loaded)")
-_library.define("set_autotune(bool enabled, str directory, bool verbose) -> ()")
+REAL_DTYPES = schemas.REAL_DTYPES
 
 
 class Quantized(NamedTuple):
-    """A matrix [R, C] in FP8, padded; a layout that was not asked for is [0, 0]."""
+    """A matrix [R, C] in FP8, padded; a layout that was not asked for has no elements.
+
+    `scale_inv` and `scale_inv_t` are laid out as `emulate.py` says of their scaling.
+    """
 
     data: Tensor  # [padded R, padded C] fp8
     data_t: Tensor  # [padded C, padded R] fp8
-    scale_inv: Tensor  # [S] f32: real = data * scale_inv[0]
+    scale_inv: Tensor  # f32, of the rows of `data`
+    scale_inv_t: Tensor  # f32, of the rows of `data_t`
     sums: Tensor  # [C] sums of the unquantised columns; [0] if not asked for
-
-    # S = max(padded R, padded C): the one number is written out for every row of either copy, since
-    # cuBLASLt's best kernel for a large GEMM wants a scale per row.
+    scaling: Scaling  # what shares one scale in `data`
+    scaling_t: Scaling | None  # the same in `data_t`; None: see `quantize_rowwise`, folded
 
 
 def quantize_tensorwise(
@@ -72,6 +57,7 @@ def quantize_tensorwise(
     row_major: bool = True,
     transposed: bool = True,
     sums_dtype: torch.dtype | None = None,
+    power_of_two: bool = False,
     emulated: bool = False,
 ) -> Quantized:
     """Quantise a matrix with one scale, from its own amax, into the layouts asked for.
@@ -80,10 +66,77 @@ def quantize_tensorwise(
 
     x: [R, C] bf16, f16 or f32, any strides. dtype: an FP8 dtype.
     sums_dtype: bf16, f16 or f32, what the f32 sums are rounded to; None: they are not wanted.
-    A NaN or Inf in x makes `scale_inv`, and with it every product, non-finite.
+    power_of_two: round the scale down to a power of two.
+    `scale_inv` is [max(padded R, padded C)], at least [16]: the one number written out for every
+    row of either copy, since cuBLASLt's best kernel for a large GEMM wants a scale per row.
+    A NaN or Inf in x makes it, and with it every product, non-finite.
     """
-    call = emulate.quantize_tensorwise if emulated else torch.ops.fp8lt.quantize_tensorwise.default
-    return Quantized(*call(x, dtype, row_major, transposed, sums_dtype))
+    op = torch.ops.fp8lt.quantize_tensorwise.default
+    call = schemas.quantize_tensorwise if emulated else op
+    data, data_t, scale_inv, sums = call(x, dtype, row_major, transposed, sums_dtype, power_of_two)
+    tensorwise = Scaling.TENSORWISE
+    return Quantized(data, data_t, scale_inv, scale_inv, sums, tensorwise, tensorwise)
+
+
+def quantize_rowwise(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    row_major: bool = True,
+    transposed: bool = True,
+    power_of_two: bool = False,
+    folded: bool = False,
+    fold_cols: Tensor | None = None,
+    fold_rows: Tensor | None = None,
+    sums_dtype: torch.dtype | None = None,
+    emulated: bool = False,
+) -> Quantized:
+    """Quantise a matrix with one scale per row of each copy, into the layouts asked for.
+
+        data   = saturate(v * scale[r])        v = x * fold_cols[c]    amax over each row of v
+        data_t = saturate(u * scale_t[c]).T    u = x * fold_rows[r]    amax over each column of u
+
+    x, dtype, sums_dtype, power_of_two: as for `quantize_tensorwise`; sums are those of x.
+    fold_cols: f32 [padded C] or longer, fold_rows: f32 [padded R] or longer; None: ones.
+    folded: one quantisation along rows; `data_t` has the same bytes, so that its scales vary along
+        the contraction of its GEMM. That takes `scale_inv_t`, which is all ones, when `scale_inv`
+        (there in any case) has been folded into the other operand. `scaling_t` is None then.
+    `scale_inv` is [padded R], `scale_inv_t` [padded C]. A NaN or Inf makes its row non-finite.
+    """
+    call = schemas.quantize_rowwise if emulated else torch.ops.fp8lt.quantize_rowwise.default
+    data, data_t, scale_inv, scale_inv_t, sums = call(
+        x, dtype, row_major, transposed, power_of_two, folded, fold_cols, fold_rows, sums_dtype
+    )
+    scaling_t = None if folded else Scaling.ROWWISE
+    return Quantized(data, data_t, scale_inv, scale_inv_t, sums, Scaling.ROWWISE, scaling_t)
+
+
+def quantize_blockwise(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    square: bool,
+    row_major: bool = True,
+    transposed: bool = True,
+    power_of_two: bool = False,
+    sums_dtype: torch.dtype | None = None,
+    emulated: bool = False,
+) -> Quantized:
+    """Quantise a matrix with one scale per block of 128, into the layouts asked for.
+
+    square=False: blocks of 128 elements within a row of each copy (1x128). `scale_inv` is
+        [ceil(C / 128), padded R], `scale_inv_t` [ceil(R / 128), padded C].
+    square=True: blocks of 128 x 128; both copies have the same bytes. `scale_inv` is
+        [ceil(R / 128), L4(C)], L4(n) = ceil(n / 128) rounded up to a multiple of 4 with zeros;
+        `scale_inv_t` is the transposed grid, [ceil(C / 128), L4(R)].
+    The rest as for `quantize_tensorwise`. A NaN or Inf makes its block non-finite.
+    """
+    call = schemas.quantize_blockwise if emulated else torch.ops.fp8lt.quantize_blockwise.default
+    data, data_t, scale_inv, scale_inv_t, sums = call(
+        x, dtype, row_major, transposed, power_of_two, square, sums_dtype
+    )
+    scaling = Scaling.BLOCKWISE_128X128 if square else Scaling.BLOCKWISE_1X128
+    return Quantized(data, data_t, scale_inv, scale_inv_t, sums, scaling, scaling)
 
 
 def gemm_nt(
@@ -97,19 +150,26 @@ def gemm_nt(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False,
+    scaling: tuple[int, int] = (Scaling.TENSORWISE, Scaling.TENSORWISE),
     emulated: bool = False,
 ) -> Tensor:
-    """Return `(a @ b.T) * a_scale_inv * b_scale_inv + bias`, [m, n] in `out_dtype`.
+    """Return `(a * a_scale_inv) @ (b * b_scale_inv).T + bias`, [m, n] in `out_dtype`.
 
     a: [padded m, K] fp8, b: [padded n, K] fp8, not both e5m2.
-    a_scale_inv, b_scale_inv: [S] f32, one number each, in every element.
+    a_scale_inv, b_scale_inv: f32, laid out as `scaling` of a and b says: [S], one number in every
+        element; [m], [n] or longer, one per row; [ceil(K / 128), padded m or n] for 1x128;
+        [ceil(m or n / 128), L4(K)] for 128x128, see `quantize_blockwise`.
     bias: [n] bf16, f16 or f32. The epilogue adds it in f32 where it has a form for it; an f32 or
-    f16 bias of an f32 result is added after, so that it is not rounded first.
+        f16 bias of an f32 result is added after, so that it is not rounded first.
     fast_accum: let the hardware skip promoting partial sums to f32, where that saves time.
+    scaling: one of `schemas.PAIRS`: both a tensor's, both per row, or blocks, not both 128x128.
     """
     epilogue, after = _place_bias(bias, out_dtype)
-    call = _emulated_gemm_nt if emulated else torch.ops.fp8lt.gemm_nt.default
-    y: Tensor = call(a, b, a_scale_inv, b_scale_inv, m, n, epilogue, out_dtype, fast_accum)
+    call = schemas.gemm_nt if emulated else torch.ops.fp8lt.gemm_nt.default
+    a_scaling, b_scaling = map(int, scaling)  # a graph knows no enums
+    y: Tensor = call(
+        a, b, a_scale_inv, b_scale_inv, m, n, epilogue, out_dtype, fast_accum, a_scaling, b_scaling
+    )
     return y if after is None else y + after  # not in place: a checkpoint may have kept y
 
 
@@ -122,8 +182,10 @@ def _place_bias(bias: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor | N
     return bias.to(out_dtype), None  # what autocast does to a float32 bias, too
 
 
-def backend(where: torch.device, emulated: bool = False) -> bool:
+def backend(where: torch.device, emulated: bool = False, recipe: str = "tensorwise") -> bool:
     """Decide how tensors on `where` run; return whether that is `emulate` called directly.
+
+    recipe: the name of the recipe, since not every GPU with FP8 has every scaling.
 
     Raises RuntimeError, with the reason, where native FP8 does not exist and emulation was not
     asked for, by `emulated` or FP8LT_EMULATE=1.
@@ -132,19 +194,36 @@ def backend(where: torch.device, emulated: bool = False) -> bool:
         return False  # the operators themselves: emulated on a CPU, shapes alone on meta
     if emulated:
         return True
-    support = device.support(where)
-    reason = support.reason
-    if support.native:
-        failure = build.ensure()
-        if failure is None:
-            return False
-        reason = failure
+    reason = _why_not_native(where, recipe)
+    if reason is None:
+        return False
     if settings.read().emulate:
         return True
     raise RuntimeError(
         f"fp8lt: no native FP8 for tensors on {where}: {reason}\n"
         "Set FP8LT_EMULATE=1, or emulate=True in the recipe, to compute in plain PyTorch (slow)."
     )
+
+
+# What torch.compiler.assume_constant_result does, without its import of Dynamo: under
+# torch.compile the answer is a constant, and finding it is not traced.
+backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _why_not_native(where: torch.device, recipe: str) -> str | None:
+    support = device.support(where, recipe)
+    if not support.native:
+        return support.reason
+    failure = build.ensure()
+    if failure is not None or recipe == "tensorwise":
+        return failure  # tensorwise runs with every cuBLASLt that has FP8
+    return device.cublaslt_reason(_loaded_cublaslt(), recipe)
+
+
+@functools.cache
+def _loaded_cublaslt() -> int:
+    _, loaded = torch.ops.fp8lt.cublaslt_versions()
+    return int(loaded)
 
 
 def linear(
@@ -155,12 +234,15 @@ def linear(
     recipe: Recipe,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Run `linear.py`'s autograd function in the extension: the same, with less host time."""
+    """Run `linear.py`'s autograd function in the extension: the same, with less host time.
+
+    recipe: a `DynamicScaling`; the extension has no whole layer for others.
+    """
     args = (
         x, w, bias, *(w_quantized[:3] if w_quantized else (None, None, None)),
         recipe.forward_dtype(device.OCP), recipe.backward_dtype(device.OCP), out_dtype,
         recipe.fast_accum_output, recipe.fast_accum_grad_input, recipe.fast_accum_grad_weight,
-        recipe.recompute_weight,
+        recipe.recompute_weight, recipe.power_of_two_scales,
     )  # fmt: skip
     native, y = build.module(), NotImplemented
     if native is not None and not has_torch_function_variadic(x, w, bias):
@@ -168,139 +250,3 @@ def linear(
     if y is NotImplemented:  # somebody listens to operators, or there is no such function
         y = torch.ops.fp8lt.linear.default(*args)
     return y
-
-
-# What torch.compiler.assume_constant_result does, without its import of Dynamo: under
-# torch.compile the answer is a constant, and finding it is not traced.
-backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-# ------------------------------------------------------------------- checks, CPU kernels, fakes
-
-
-def _check_quantize(x: Tensor, dtype: torch.dtype, sums_dtype: torch.dtype | None) -> None:
-    if x.dim() != 2:
-        raise RuntimeError(f"fp8lt: want x [R, C], got {list(x.shape)}")
-    if x.dtype not in REAL_DTYPES:
-        raise RuntimeError(f"fp8lt: want x of float32, float16 or bfloat16, got {x.dtype}")
-    if dtype not in FP8_DTYPES:
-        raise RuntimeError(f"fp8lt: want dtype float8_e4m3fn or float8_e5m2, got {dtype}")
-    if sums_dtype is not None and sums_dtype not in REAL_DTYPES:
-        raise RuntimeError(f"fp8lt: want sums_dtype float32, float16 or bfloat16, got {sums_dtype}")
-
-
-def _check_gemm(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    m: int,
-    n: int,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    k = a.shape[-1] if a.dim() == 2 else 0
-    for name, operand, rows in (("a", a, m), ("b", b, n)):
-        if operand.dtype not in FP8_DTYPES:
-            raise RuntimeError(f"fp8lt: want {name} in an FP8 dtype, got {operand.dtype}")
-        shape = list(operand.shape)
-        if shape != [padded(rows), k] or k != padded(k) or not operand.is_contiguous():
-            raise RuntimeError(
-                f"fp8lt: want {name} [{padded(rows)}, K], contiguous, K a multiple of 16 and the "
-                f"same for a and b; got {shape}"
-            )
-    for name, scale in (("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv)):
-        contiguous = scale.dim() <= 1 and scale.is_contiguous()
-        if scale.dtype != torch.float32 or not contiguous or scale.numel() == 0:
-            raise RuntimeError(
-                f"fp8lt: want {name} [S], contiguous, float32, "
-                f"got {list(scale.shape)} {scale.dtype}"
-            )
-    if a.dtype in _E5M2 and b.dtype in _E5M2:
-        raise RuntimeError(
-            f"fp8lt: {a.dtype} @ {b.dtype} does not exist in hardware: one of a and b must be e4m3"
-        )
-    if out_dtype not in REAL_DTYPES:
-        raise RuntimeError(f"fp8lt: want out_dtype float32, float16 or bfloat16, got {out_dtype}")
-    if bias is not None:
-        _check_epilogue(bias, n, out_dtype)
-
-
-def _check_epilogue(bias: Tensor, n: int, out_dtype: torch.dtype) -> None:
-    want = torch.bfloat16 if out_dtype == torch.float32 else out_dtype
-    if bias.dtype != want:
-        raise RuntimeError(
-            f"fp8lt: the epilogue adds a {want} bias to {out_dtype}, got a bias of {bias.dtype}"
-        )
-    if bias.dim() != 1 or bias.shape[0] != n:
-        raise RuntimeError(f"fp8lt: want bias [{n}], got {list(bias.shape)}")
-
-
-@torch.library.impl(_library, "quantize_tensorwise", "CPU")
-def _quantize_tensorwise_cpu(
-    x: Tensor,
-    dtype: torch.dtype,
-    row_major: bool,
-    transposed: bool,
-    sums_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_quantize(x, dtype, sums_dtype)
-    return emulate.quantize_tensorwise(x, dtype, row_major, transposed, sums_dtype)
-
-
-@torch.library.register_fake("fp8lt::quantize_tensorwise", lib=_library)
-def _quantize_tensorwise_fake(
-    x: Tensor,
-    dtype: torch.dtype,
-    row_major: bool,
-    transposed: bool,
-    sums_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_quantize(x, dtype, sums_dtype)
-    rows, cols = padded(x.shape[0]), padded(x.shape[1])
-    return (
-        x.new_empty((rows, cols) if row_major else (0, 0), dtype=dtype),
-        x.new_empty((cols, rows) if transposed else (0, 0), dtype=dtype),
-        x.new_empty(torch.sym_max(torch.sym_max(rows, cols), PAD), dtype=torch.float32),
-        x.new_empty(0 if sums_dtype is None else x.shape[1], dtype=sums_dtype or torch.float32),
-    )
-
-
-def _emulated_gemm_nt(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    m: int,
-    n: int,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    _check_gemm(a, b, a_scale_inv, b_scale_inv, m, n, bias, out_dtype)
-    return emulate.gemm_nt(a, b, a_scale_inv, b_scale_inv, m, n, bias, out_dtype, fast_accum)
-
-
-_library.impl("gemm_nt", _emulated_gemm_nt, "CPU")
-
-
-@torch.library.register_fake("fp8lt::linear", lib=_library)
-def _linear_fake(x: Tensor, w: Tensor, *args: Any) -> Tensor:
-    out_dtype = args[6]  # after bias, the three parts of w_quantized and the two FP8 dtypes
-    return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype)
-
-
-@torch.library.register_fake("fp8lt::gemm_nt", lib=_library)
-def _gemm_nt_fake(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    m: int,
-    n: int,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    _check_gemm(a, b, a_scale_inv, b_scale_inv, m, n, bias, out_dtype)
-    return a.new_empty((m, n), dtype=out_dtype)

@@ -3,12 +3,18 @@
     scale = FP8_MAX / max(amax, 1e-12)      real -> FP8:  q = saturate(x * scale)
     scale_inv = 1 / scale                   FP8 -> real:  x ~ q * scale_inv
 
-A recipe speaks of formats in words ("e4m3"); which dtype that is depends on the tensor's device
-(`device.formats`).
+    name                   one scale for                             x, w, dy
+    "tensorwise"           a tensor                                  e4m3, e4m3, e5m2
+    "rowwise"              a row of each operand of each GEMM        e4m3
+    "rowwise_with_gw_hp"   the same; dw from x and dy themselves     e4m3
+    "rowwise_folded"       a row of x and w, folded into dy          e4m3
+    "blockwise"            128 of a row of x, dy; 128 x 128 of w     e4m3
+
+A finer scale keeps an outlier's damage to its row or block, and costs time. A recipe speaks of
+formats in words ("e4m3"); which dtype that is depends on the tensor's device (`device.formats`).
 """
 
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,11 +23,11 @@ from .device import Formats
 
 
 @dataclass(frozen=True)
-class DynamicScaling:
-    """The `tensorwise` recipe: one scale per tensor, from this tensor's own amax.
+class Recipe:
+    """What every recipe says; the base of the ones that can be used.
 
-    Bytes and scales equal torchao's "tensorwise" and nanochat's. Fast accumulation skips the
-    periodic promotion of partial sums to float32: fine for the output, not for gradients.
+    Fast accumulation skips the periodic promotion of partial sums to float32: fine for the output,
+    not for gradients.
 
     Args:
         fp8_format: "hybrid" quantises x and w to e4m3 and dy to e5m2; "e4m3" takes e4m3 for all.
@@ -30,6 +36,7 @@ class DynamicScaling:
         fast_accum_grad_weight: the same in `dw = dy.T @ x`.
         recompute_weight: keep w itself from forward to backward, and quantise it once more there,
             instead of keeping its transposed FP8 copy: a byte less per weight, some 2 % more time.
+        power_of_two_scales: round scales down to powers of two, so that they multiply exactly.
         emulate: compute in plain PyTorch even where native FP8 exists.
 
     Raises:
@@ -41,6 +48,7 @@ class DynamicScaling:
     fast_accum_grad_input: bool = False
     fast_accum_grad_weight: bool = False
     recompute_weight: bool = False
+    power_of_two_scales: bool = False
     emulate: bool = False
 
     def __post_init__(self) -> None:
@@ -54,8 +62,8 @@ class DynamicScaling:
 
     @property
     def name(self) -> str:
-        """The name under which `resolve` knows this recipe."""
-        return "tensorwise"
+        """The name under which `resolve` knows this kind of recipe."""
+        raise NotImplementedError
 
     def forward_dtype(self, formats: Formats) -> torch.dtype:
         """Return the dtype of x and w, given the formats of their device."""
@@ -66,8 +74,101 @@ class DynamicScaling:
         return formats.e5m2 if self.fp8_format == "hybrid" else formats.e4m3
 
 
-Recipe = DynamicScaling
-_NAMED: dict[str, Recipe] = {"tensorwise": DynamicScaling()}
+@dataclass(frozen=True)
+class DynamicScaling(Recipe):
+    """The `tensorwise` recipe: one scale per tensor, from this tensor's own amax.
+
+    Bytes and scales equal torchao's "tensorwise" and nanochat's. Arguments: see `Recipe`.
+    """
+
+    @property
+    def name(self) -> str:
+        return "tensorwise"
+
+
+@dataclass(frozen=True)
+class RowwiseScaling(Recipe):
+    """The `rowwise` recipes: one scale per row of each operand of each GEMM.
+
+    A scale must not vary along a contraction, so x, w and dy are each quantised twice, along rows
+    and along columns. Bytes and scales equal torchao's "rowwise" and "rowwise_with_gw_hp", but for
+    scales just below a power of two, which torchao rounds up.
+
+    Args: see `Recipe`, and
+        power_of_two_scales: the default here. Undoing a scale, and folding it, is then exact.
+        high_precision_grad_weight: `rowwise_with_gw_hp`: dw is computed from x and dy themselves,
+            and dx from w with one scale. Forward keeps x.
+        folded: `rowwise_folded`: x and w are quantised once, along rows, and their scales are
+            folded into dy before it is quantised:
+            `dx = (dy * sw) @ wq`, `dw = (dy * sx).T @ xq`, where `w = sw * wq` and `x = sx * xq`.
+
+    Raises:
+        ValueError: as for `Recipe`; both `high_precision_grad_weight` and `folded`, or the former
+            and `fast_accum_grad_weight`.
+    """
+
+    fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
+    power_of_two_scales: bool = True
+    high_precision_grad_weight: bool = False
+    folded: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.high_precision_grad_weight and self.folded:
+            raise ValueError(
+                "high_precision_grad_weight, folded: want one of them at most: "
+                "in high precision, dw has no scales to fold"
+            )
+        if self.high_precision_grad_weight and self.fast_accum_grad_weight:
+            raise ValueError(
+                "fast_accum_grad_weight: want False with high_precision_grad_weight, "
+                "which computes dw without FP8"
+            )
+
+    @property
+    def name(self) -> str:
+        if self.high_precision_grad_weight:
+            return "rowwise_with_gw_hp"
+        return "rowwise_folded" if self.folded else "rowwise"
+
+
+@dataclass(frozen=True)
+class BlockScaling(Recipe):
+    """The `blockwise` recipe: one scale per 128 elements of x and dy, per 128 x 128 of w.
+
+    As DeepSeek-V3 was trained. x and dy are quantised twice, along rows and along columns.
+    Arguments: see `Recipe`.
+
+    Raises:
+        ValueError: as for `Recipe`; fast accumulation, which cuBLASLt lacks with block scales.
+    """
+
+    fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
+    fast_accum_output: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("fast_accum_output", "fast_accum_grad_input", "fast_accum_grad_weight"):
+            if getattr(self, field):
+                raise ValueError(
+                    f"{field}: want False: cuBLASLt has no fast accumulation with block scales"
+                )
+
+    @property
+    def name(self) -> str:
+        return "blockwise"
+
+
+_NAMED: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        DynamicScaling(),
+        RowwiseScaling(),
+        RowwiseScaling(high_precision_grad_weight=True),
+        RowwiseScaling(folded=True),
+        BlockScaling(),
+    )
+}
 NAMES = tuple(_NAMED)
 
 
@@ -85,48 +186,3 @@ def resolve(recipe: "str | Recipe") -> Recipe:
     if recipe not in _NAMED:
         raise ValueError(f"recipe: want one of {', '.join(NAMES)}; got {recipe!r}")
     return _NAMED[recipe]
-
-
-class Float8LinearRecipeName(str, Enum):
-    """torchao's recipe names; members equal their strings."""
-
-    TENSORWISE = "tensorwise"
-
-
-@dataclass(frozen=True)
-class Float8GemmConfig:
-    """Options of one GEMM, as in torchao."""
-
-    use_fast_accum: bool = False
-
-
-@dataclass(frozen=True)
-class Float8LinearConfig:
-    """torchao's configuration object: the part of it that the recipes here can honour.
-
-    Fields have torchao's names, meanings and defaults; one that is missing here raises TypeError,
-    as any unknown argument. Shapes are always padded, so `pad_inner_dim` is not needed.
-    """
-
-    gemm_config_output: Float8GemmConfig = field(default=Float8GemmConfig(use_fast_accum=True))
-    gemm_config_grad_input: Float8GemmConfig = field(default=Float8GemmConfig())
-    gemm_config_grad_weight: Float8GemmConfig = field(default=Float8GemmConfig())
-    force_recompute_fp8_weight_in_bwd: bool = False
-    emulate: bool = False
-
-    @staticmethod
-    def from_recipe_name(recipe_name: "Float8LinearRecipeName | str") -> "Float8LinearConfig":
-        """Return the configuration of that name. Raises ValueError, listing the names."""
-        name = recipe_name.value if isinstance(recipe_name, Enum) else recipe_name
-        resolve(name)
-        return Float8LinearConfig()
-
-    def recipe(self) -> Recipe:
-        """Return the recipe that this configuration describes."""
-        return DynamicScaling(
-            fast_accum_output=self.gemm_config_output.use_fast_accum,
-            fast_accum_grad_input=self.gemm_config_grad_input.use_fast_accum,
-            fast_accum_grad_weight=self.gemm_config_grad_weight.use_fast_accum,
-            recompute_weight=self.force_recompute_fp8_weight_in_bwd,
-            emulate=self.emulate,
-        )

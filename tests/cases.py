@@ -1,6 +1,7 @@
 """The one case table, and the oracles, shared by CPU and GPU tests."""
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8lt
+from fp8lt import ops
+from fp8lt.emulate import Scaling
 
 M_SIZES = (0, 1, 3, 17, 4099)
 NK_SIZES = (1, 8, 15, 100, 1027, 4096)
@@ -34,6 +37,11 @@ def error(got: Tensor, want: Tensor) -> float:
     return 0.0 if difference == 0 else (difference / want.double().norm()).item()
 
 
+def sqnr(got: Tensor, want: Tensor) -> float:
+    """Return signal over noise in dB; +6 is one more bit."""
+    return -20 * math.log10(max(error(got, want), 1e-30))
+
+
 def randn(*shape: int, on: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Return the same Gaussian numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
@@ -49,6 +57,66 @@ def dequantised(x: Tensor, fp8: torch.dtype) -> Tensor:
     scale = torch.tensor(fp8_max / amax, dtype=torch.float32)  # rounded once
     q = (x.float() * scale.to(x.device)).clamp(-fp8_max, fp8_max).to(fp8)
     return q.double() * (1 / scale).double().to(x.device)
+
+
+def undone(data: Tensor, scale_inv: Tensor, scaling: int) -> Tensor:
+    """Return what an FP8 copy stands for, in float64, padding and all."""
+    rows, k = data.shape
+    inv = scale_inv.double()
+    if scaling == Scaling.TENSORWISE:
+        inv = inv[0]
+    elif scaling == Scaling.ROWWISE:
+        inv = inv[:rows, None]
+    else:
+        if scaling == Scaling.BLOCKWISE_128X128:
+            inv = inv.repeat_interleave(128, 0)[:rows]
+        else:
+            inv = inv.t()
+        inv = inv.repeat_interleave(128, 1)[:, :k]
+    return data.double() * inv
+
+
+def raw(x: Tensor) -> Tensor:
+    """Bytes of an FP8 tensor, every NaN as 0x7F (its sign and payload are nobody's business)."""
+    nan = torch.full_like(x.view(torch.uint8), 0x7F)
+    return torch.where(x.float().isnan(), nan, x.view(torch.uint8)).cpu()
+
+
+def assert_same(got: ops.Quantized, want: ops.Quantized) -> None:
+    """Compare bytes and scales; sums are summed in another order, so not those."""
+    for name in ("data", "data_t"):
+        assert torch.equal(raw(getattr(got, name)), raw(getattr(want, name))), name
+        assert getattr(got, name).is_contiguous(), name
+    for name in ("scale_inv", "scale_inv_t"):
+        torch.testing.assert_close(
+            getattr(got, name).cpu(), getattr(want, name).cpu(), rtol=0, atol=0, equal_nan=True
+        )
+    assert got[-2:] == want[-2:]
+
+
+def to_gpu(view: Tensor) -> Tensor:
+    """Copy a CPU view to the GPU with its strides and offset."""
+    whole = torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()).cuda()
+    return whole.as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def awkward(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Return numbers of all magnitudes on the CPU, by rows and columns, with all special ones.
+
+    Rows of zeros, subnormals, an Inf, a NaN, each some way down the matrix, and the same by
+    columns; where there is no room for them they are left out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator)
+    x *= 10 ** torch.randint(-2, 3, (rows, 1), generator=generator).float()
+    x *= 10 ** torch.randint(-2, 3, (1, cols), generator=generator).float()
+    tiny = torch.finfo(dtype).smallest_normal / 8
+    for m in (x, x.t()):
+        for line, value in ((5, 0.0), (11, tiny), (140, 0.0), (200, tiny)):
+            m[line : line + 1] = value
+    for i, value in ((7, torch.inf), (30, -torch.inf), (60, torch.nan), (150, torch.nan)):
+        x[i : i + 1, i + 2 : i + 3] = value
+    return x.to(dtype)
 
 
 def run(
@@ -77,7 +145,13 @@ class CountOps(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = {"gemm_nt": 0, "quantize_tensorwise": 0}
+        kinds = ("tensorwise", "rowwise", "blockwise")
+        self.counts = dict.fromkeys(["gemm_nt", *(f"quantize_{kind}" for kind in kinds)], 0)
+
+    @property
+    def quantised(self) -> int:
+        """How many tensors were quantised, in any way."""
+        return sum(self.counts.values()) - self.counts["gemm_nt"]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__.split(".")[0]

@@ -88,6 +88,52 @@ def test_support_follows_the_compute_capability(
     assert native or "FP8 needs 8.9 or newer" in support.reason
 
 
+@pytest.mark.parametrize("recipe", fp8lt.recipe.NAMES)
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        ("NVIDIA A100", (8, 0)),
+        ("NVIDIA L4", (8, 9)),
+        ("NVIDIA H200", (9, 0)),
+        ("NVIDIA B200", (10, 0)),
+        ("NVIDIA GeForce RTX 5090", (12, 0)),
+    ],
+)
+def test_scales_finer_than_a_tensor_are_hoppers_alone(
+    name: str, capability: tuple[int, int], recipe: str
+) -> None:
+    support = device.capability_support(name, capability, recipe)
+    assert support.native == (
+        capability == (9, 0) or (recipe == "tensorwise" and capability > (8, 0))
+    )
+    assert name in support.reason
+    if not support.native and capability > (8, 0):
+        scales = "a scale per block" if recipe == "blockwise" else "a scale per row"
+        assert f"recipe '{recipe}' needs {scales}, which cuBLASLt has for 9.0" in support.reason
+
+
+@pytest.mark.parametrize("recipe", fp8lt.recipe.NAMES)
+def test_a_recipe_without_its_scales_is_refused_or_emulated_on_request(
+    monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    support, loaded = device.Support(True, ""), [130101]
+    monkeypatch.setattr(device, "support", lambda where, recipe: support)
+    monkeypatch.setattr(fp8lt.build, "ensure", lambda: None)
+    monkeypatch.setattr(ops, "_loaded_cublaslt", lambda: loaded[0])
+    monkeypatch.delenv("FP8LT_EMULATE", raising=False)
+    assert not ops.backend(GPU0, recipe=recipe)
+    loaded[0] = 120804
+    if recipe == "tensorwise":
+        assert not ops.backend(GPU0, recipe=recipe)
+        return
+    message = rf"recipe '{recipe}' needs cuBLASLt 120900 .* has loaded 120804\n.*FP8LT_EMULATE=1"
+    with pytest.raises(RuntimeError, match=message):
+        ops.backend(GPU0, recipe=recipe)
+    assert ops.backend(GPU0, emulated=True, recipe=recipe)
+    monkeypatch.setenv("FP8LT_EMULATE", "1")
+    assert ops.backend(GPU0, recipe=recipe)
+
+
 def test_other_devices_are_refused_with_a_reason() -> None:
     with pytest.raises(RuntimeError, match="devices of type 'mps'"):
         ops.backend(torch.device("mps"))

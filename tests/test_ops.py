@@ -2,26 +2,24 @@
 
 import pytest
 import torch
-from cases import DTYPES, SHAPES, SMALL_SHAPES, T_SAME, dequantised, error, layouts, randn
+from cases import (
+    DTYPES,
+    SHAPES,
+    SMALL_SHAPES,
+    T_SAME,
+    assert_same,
+    dequantised,
+    error,
+    layouts,
+    randn,
+    raw,
+    to_gpu,
+)
 
 from fp8lt import device, emulate, ops
 
 E4M3, E5M2 = device.OCP
 FP8 = (E4M3, E5M2)
-
-
-def raw(x: torch.Tensor) -> torch.Tensor:
-    """Bytes of an FP8 tensor, every NaN as 0x7F (its sign and payload are nobody's business)."""
-    nan = torch.full_like(x.view(torch.uint8), 0x7F)
-    return torch.where(x.float().isnan(), nan, x.view(torch.uint8)).cpu()
-
-
-def assert_same(got: ops.Quantized, want: ops.Quantized) -> None:
-    assert torch.equal(raw(got.data), raw(want.data))
-    assert torch.equal(raw(got.data_t), raw(want.data_t))
-    torch.testing.assert_close(
-        got.scale_inv.cpu(), want.scale_inv.cpu(), rtol=0, atol=0, equal_nan=True
-    )
 
 
 def bf16_patterns(exponent: int) -> torch.Tensor:
@@ -92,15 +90,11 @@ def test_native_bytes_equal_emulated(
 ) -> None:
     x = randn(*shape, on=torch.device("cpu"), dtype=dtype, seed=sum(shape)) * 3
     for layout, view in layouts(x):
-        got = ops.quantize_tensorwise(_like(view, x), fp8)
+        got = ops.quantize_tensorwise(to_gpu(view), fp8)
         assert_same(got, ops.quantize_tensorwise(x, fp8))
         assert got.data.is_contiguous(), layout
-
-
-def _like(view: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Copy a CPU view to the GPU with its strides and offset."""
-    whole = torch.empty(0, dtype=x.dtype).set_(view.untyped_storage()).cuda()
-    return whole.as_strided(view.shape, view.stride(), view.storage_offset())
+        lean = ops.quantize_tensorwise(to_gpu(view), fp8, power_of_two=True)
+        assert_same(lean, ops.quantize_tensorwise(x, fp8, power_of_two=True))
 
 
 @pytest.mark.gpu
@@ -308,19 +302,8 @@ def test_an_operand_in_any_layout_is_quantised_into_contiguous_copies(on: torch.
 
 @pytest.mark.parametrize("shape", [(0, 8), (1, 1), (17, 35), (32, 48)], ids=str)
 def test_operators_pass_opcheck(
-    on: torch.device, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    on: torch.device, shape: tuple[int, int], opcheck_fp8: None
 ) -> None:
-    # opcheck looks for mutated inputs with allclose, which PyTorch lacks for FP8: compare bytes.
-    allclose = torch.allclose
-    monkeypatch.setattr(
-        torch,
-        "allclose",
-        lambda a, b, **options: (
-            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-            if a.dtype in FP8
-            else allclose(a, b, **options)
-        ),
-    )
     x = randn(*shape, on=on, dtype=torch.bfloat16)
     for view in (x, x.t().contiguous().t(), x[:, :1].expand(shape)):
         for sums in (None, torch.float32, torch.bfloat16):

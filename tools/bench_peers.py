@@ -99,11 +99,11 @@ def bf16(w: Tensor) -> Layer:
     return Layer(lambda x: F.linear(x, weight), weight)
 
 
-def fp8lt_linear(w: Tensor) -> Layer:
+def fp8lt_linear(w: Tensor, recipe: str = "tensorwise") -> Layer:
     import fp8lt
 
     weight = leaf(w)
-    return Layer(lambda x: fp8lt.linear(x, weight), weight)
+    return Layer(lambda x: fp8lt.linear(x, weight, recipe=recipe), weight)
 
 
 def fp8lt_reused(w: Tensor) -> Layer:
@@ -230,6 +230,10 @@ TRAINING = [
     Contender("bf16", bf16),
     *FP8LT,
     Contender("fp8lt-autotuned", fp8lt_autotuned),
+    *(
+        Contender(f"fp8lt-{recipe}", functools.partial(fp8lt_linear, recipe=recipe))
+        for recipe in ("rowwise", "rowwise_with_gw_hp", "rowwise_folded", "blockwise")
+    ),
     Contender("scaled_mm", functools.partial(scaled_mm, compile_it=False)),
     Contender("scaled_mm-compiled", functools.partial(scaled_mm, compile_it=True)),
     *TORCHAO,

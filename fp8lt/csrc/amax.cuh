@@ -26,7 +26,7 @@ __device__ inline uint4 load_once(const uint4* from) {
 
 // The bits of the largest magnitude in this block's share of x, in every thread.
 template <typename T>
-__device__ uint32_t amax_bits(const QuantizeTensorwise& q, Share share) {
+__device__ uint32_t amax_bits(const Quantize& q, Share share) {
   constexpr int kUnroll = 4;  // loads on the way at the same time
   const T* x = static_cast<const T*>(q.x);
   const int64_t count = q.rows * q.cols;

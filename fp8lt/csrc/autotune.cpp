@@ -188,7 +188,7 @@ void Choices::read() {
     std::string name, algo;
     Choice choice{};
     // A line that was cut off, by a full disk say, is not understood and does no harm.
-    if (words >> name >> choice.fast_accum >> choice.vector_scales >> algo &&
+    if (words >> name >> choice.fast_accum >> choice.by_row >> algo &&
         parse(algo, &choice.algo)) {
       found_.emplace(name, choice);
     }
@@ -204,7 +204,7 @@ const Choice* Choices::find(const std::string& name) {
 
 void Choices::keep(const std::string& name, const Choice& choice, const Timing& timing) {
   std::ostringstream line;
-  line << name << ' ' << choice.fast_accum << ' ' << choice.vector_scales << ' '
+  line << name << ' ' << choice.fast_accum << ' ' << choice.by_row << ' '
        << hex(choice.algo) << ' ' << timing.best_us << " us, was " << timing.first_us << " us\n";
   if (settings().verbose) {
     std::fprintf(stderr, "fp8lt: autotune %s: %.1f us, was %.1f us\n", name.c_str(),

@@ -29,7 +29,7 @@ Timing fastest(const std::vector<Plan>& plans, const std::function<void(const Pl
                const std::function<void()>& delay, cudaStream_t stream);
 
 struct Choice {
-  bool fast_accum, vector_scales;
+  bool fast_accum, by_row;
   cublasLtMatmulAlgo_t algo;  // may be kept and used again with the same version of cuBLASLt
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "column_sums.cuh"
+#include "scales.cuh"
 #include "tiles.cuh"
 
 namespace fp8lt {
@@ -14,7 +15,6 @@ struct Shared {
 };
 constexpr int kSharedBytes = kFetchBytes + 2 * kTransposeBytes;
 constexpr int kSharedBytesSums = kSharedBytes + 2 * kSumsBytes;
-constexpr int kStaticSharedBytes = 1 << 10;  // at most
 
 __device__ inline Shared shared_memory() {
   extern __shared__ uint4 shared[];
@@ -35,7 +35,7 @@ struct Walk {
 };
 
 template <typename T>
-__device__ void fetch_next(const QuantizeTensorwise& q, const Grid& grid, const Walk& walk, int i,
+__device__ void fetch_next(const Quantize& q, const Grid& grid, const Walk& walk, int i,
                            const Shared& shared) {
   if (i < walk.count) {
     fetch<T>(q, grid, walk.tile(i), shared.places + i % kPlaces<T> * (kTileBytes<T> / 16));
@@ -45,14 +45,14 @@ __device__ void fetch_next(const QuantizeTensorwise& q, const Grid& grid, const 
 
 // Needs no scale, so it is done while that is still computed.
 template <typename T>
-__device__ void fetch_first(const QuantizeTensorwise& q, const Grid& grid, const Walk& walk,
+__device__ void fetch_first(const Quantize& q, const Grid& grid, const Walk& walk,
                             const Shared& shared) {
   for (int i = 0; i < kPlaces<T>; ++i) fetch_next<T>(q, grid, walk, i, shared);
 }
 
-template <typename T, Fp8Type kType>
-__device__ void cast_tiles(const QuantizeTensorwise& q, const Grid& grid, const Walk& walk,
-                           const Shared& shared, float* tile_sums, float scale) {
+template <typename T, Fp8Type kType, typename Scales>
+__device__ void cast_tiles(const Quantize& q, const Grid& grid, const Walk& walk,
+                           const Shared& shared, float* tile_sums, Scales scales) {
   for (int i = 0; i < walk.count; ++i) {
     uint32_t* transpose = shared.transpose + i % 2 * (kTransposeBytes / 4);
     float* sums = shared.sums + i % 2 * (kSumsBytes / 4);
@@ -61,7 +61,9 @@ __device__ void cast_tiles(const QuantizeTensorwise& q, const Grid& grid, const 
     fetch_next<T>(q, grid, walk, i + kPlaces<T>, shared);
     if (q.sums != nullptr) sum_patch(patch, sums);
     const Place at = place_of(q, grid, tile);
-    cast_patch<T, kType>(q, patch, at, scale, transpose);
+    scales.enter(patch, at, i);
+    cast_patch<T, kType>(q, patch, at, scales, transpose);
+    if (i + 1 < walk.count) scales.prepare(walk.tile(i + 1), i + 1);
     __syncthreads();
     if (q.data_t != nullptr) store_columns(q, at, transpose);
     if (q.sums != nullptr) sum_tile(tile, sums, tile_sums);
@@ -74,11 +76,11 @@ struct RowSteps {
   static constexpr int kUnroll = 4 / kLines<T>;  // loads on the way at the same time
   using Lines = uint4[kUnroll][kLines<T>];
 
-  QuantizeTensorwise q;
+  Quantize q;
   bool aligned, flat;
   int64_t across, count;  // eights of columns, in a row and altogether
 
-  __device__ RowSteps(const QuantizeTensorwise& all, const Grid& grid)
+  __device__ RowSteps(const Quantize& all, const Grid& grid)
       : q(all),
         aligned(grid.aligned),
         flat(q.cols % kPad == 0),
@@ -113,7 +115,8 @@ struct RowSteps {
       if (index(step, u) >= count) break;
       const int64_t at = row(step, u), col = this->col(step, u);
       const bool interior = at < q.rows && col + kPatchCols <= q.cols;
-      const uint2 fp8 = cast_line<T, kType>(q, lines[u], at, col, interior, scale);
+      const uint2 fp8 = cast_line<T, kType>(q, lines[u], at, col, interior,
+                                            [&](float x, int) { return x * scale; });
       static_cast<uint2*>(q.data)[index(step, u)] = fp8;
     }
   }
@@ -131,7 +134,7 @@ struct RowSteps {
 };
 
 template <typename T, Fp8Type kType>
-__device__ void cast_rows(const QuantizeTensorwise& q, const Grid& grid, Share share,
+__device__ void cast_rows(const Quantize& q, const Grid& grid, Share share,
                           float scale) {
   const RowSteps<T> rows(q, grid);
   for (int64_t step = rows.steps() - 1 - share.block; step >= 0; step -= share.blocks) {
@@ -141,7 +144,7 @@ __device__ void cast_rows(const QuantizeTensorwise& q, const Grid& grid, Share s
   }
 }
 
-__device__ inline void write_scale_inv(const QuantizeTensorwise& q, Share share, float scale) {
+__device__ inline void write_scale_inv(const Quantize& q, Share share, float scale) {
   const float scale_inv = __frcp_rn(scale);
   const int64_t threads = static_cast<int64_t>(share.blocks) * kThreads;
   for (int64_t i = static_cast<int64_t>(share.block) * kThreads + threadIdx.x; i < q.scale_count;
@@ -150,7 +153,7 @@ __device__ inline void write_scale_inv(const QuantizeTensorwise& q, Share share,
   }
 }
 
-__host__ __device__ inline bool needs_tiles(const QuantizeTensorwise& q) {
+__host__ __device__ inline bool needs_tiles(const Quantize& q) {
   return q.data_t != nullptr || q.sums != nullptr;
 }
 

@@ -50,7 +50,7 @@ __device__ inline void sum_tile(uint32_t tile, const float* warps, float* tiles)
 }
 
 // Add the sums of a column of tiles up; one block for each.
-__device__ inline void sum_column(const QuantizeTensorwise& q, const Grid& grid,
+__device__ inline void sum_column(const Quantize& q, const Grid& grid,
                                   const float* tiles) {
   constexpr int kGroups = kThreads / kTile;
   __shared__ float groups[kGroups][kTile];

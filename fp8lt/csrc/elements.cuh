@@ -80,9 +80,11 @@ inline __device__ float real(__nv_bfloat16 value) { return __bfloat162float(valu
 constexpr float kEps = 1e-12f;  // an all-zero tensor gets a large finite scale, not inf
 
 template <Fp8Type kType>
-__device__ float scale_of(float amax) {
+__device__ float scale_of(float amax, bool power_of_two) {
   // `fmaxf` would drop a NaN, fast division the last bit that makes scales equal everywhere.
-  return __fdiv_rn(Fp8<kType>::kMax, amax < kEps ? kEps : amax);
+  const float scale = __fdiv_rn(Fp8<kType>::kMax, amax < kEps ? kEps : amax);
+  if (!power_of_two || isnan(scale)) return scale;
+  return __uint_as_float(__float_as_uint(scale) & 0xff800000u);  // without a mantissa: down to one
 }
 
 }  // namespace fp8lt

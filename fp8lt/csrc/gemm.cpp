@@ -37,7 +37,7 @@ uint32_t alignment(const void* pointer) {
 }
 
 // Everything that a choice of a kernel may depend on.
-using PlanKey = std::array<int64_t, 13>;
+using PlanKey = std::array<int64_t, 15>;
 struct PlanKeyHash {
   size_t operator()(const PlanKey& key) const noexcept {
     uint64_t hash = 0xcbf29ce484222325ull;
@@ -55,7 +55,7 @@ using Plans = std::unordered_map<PlanKey, Plan, PlanKeyHash>;
 struct Device {
   std::mutex mutex;
   cublasLtHandle_t handle = nullptr;
-  bool has_vector_scales = false;  // Hopper alone, with cuBLASLt 12.9 or newer
+  bool has_scale_modes = false;  // Hopper alone, with cuBLASLt 12.9 or newer
   Plans plans, tuned;              // by the rule below; by time
 };
 
@@ -67,7 +67,9 @@ PlanKey plan_key(const GemmProblem& p) {
           p.b_type,
           p.d_type,
           p.fast_accum,
-          p.vector_scales,
+          static_cast<int64_t>(p.a_scaling),
+          static_cast<int64_t>(p.b_scaling),
+          p.written_out,
           p.bias != nullptr ? 1 : 0,
           alignment(p.a),
           alignment(p.b),
@@ -81,7 +83,19 @@ void set_pointers(const MatmulDesc& desc, const GemmProblem& p) {
   if (p.bias != nullptr) set(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
 }
 
-MatmulDesc make_desc(const GemmProblem& p, bool fast_accum, bool vector_scales) {
+#if CUBLAS_VERSION >= 120900
+cublasLtMatmulMatrixScale_t scale_mode(Scaling scaling) {
+  switch (scaling) {
+    case Scaling::kTensorwise: return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+    case Scaling::kRowwise: return CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+    case Scaling::k1x128: return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+    default: return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+  }
+}
+#endif
+
+// With `by_row` a tensor's scale is read where it is written out.
+MatmulDesc make_desc(const GemmProblem& p, bool fast_accum, bool by_row) {
   cublasLtMatmulDesc_t raw = nullptr;
   FP8LT_CHECK(cublasLtMatmulDescCreate(&raw, CUBLAS_COMPUTE_32F, CUDA_R_32F));
   MatmulDesc desc(raw);
@@ -89,9 +103,10 @@ MatmulDesc make_desc(const GemmProblem& p, bool fast_accum, bool vector_scales) 
   set(desc, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
   set(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast_accum));
 #if CUBLAS_VERSION >= 120900
-  if (vector_scales) {
-    set(desc, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
-    set(desc, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
+  if (by_row || p.a_scaling != Scaling::kTensorwise) {
+    const auto mode = [&](Scaling own) { return scale_mode(by_row ? Scaling::kRowwise : own); };
+    set(desc, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, mode(p.b_scaling));
+    set(desc, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, mode(p.a_scaling));
   }
 #endif
   if (p.bias != nullptr) {
@@ -109,17 +124,17 @@ struct Candidates {
   cublasStatus_t status;    // why there are none
 };
 
-// The kernels that cuBLASLt has for a problem with this accumulation and form of scales.
+// The kernels that cuBLASLt has for a problem with this accumulation and form of its scales.
 Candidates find_candidates(const Device& device, const GemmProblem& p, bool fast_accum,
-                           bool vector_scales, int most) {
+                           bool by_row, int most) {
   const auto make_plan = [&](const cublasLtMatmulAlgo_t& algo) {
-    return Plan{make_desc(p, fast_accum, vector_scales),
+    return Plan{make_desc(p, fast_accum, by_row),
                 make_layout(p.b_type, p.k, p.n),
                 make_layout(p.a_type, p.k, p.m),
                 make_layout(p.d_type, p.n, p.m),
                 algo,
                 fast_accum,
-                vector_scales};
+                by_row};
   };
   const Plan plan = make_plan({});
   cublasLtMatmulPreference_t raw = nullptr;
@@ -166,12 +181,26 @@ constexpr int64_t kFastAccumWork = int64_t{1} << 31;
 // With a scale per row there is a single kernel, and for large GEMMs with fast accumulation it
 // beats the first choice with a scale per tensor, so a tensor's scale is written out once per row.
 // On an H200 it takes 2-14 % less time at 2^37 and above, up to 13 % more at some shapes below.
-constexpr int64_t kVectorScaleWork = int64_t{1} << 37;
+constexpr int64_t kByRowWork = int64_t{1} << 37;
+
+const char* scaling_name(Scaling scaling) {
+  switch (scaling) {
+    case Scaling::kTensorwise: return "tensorwise";
+    case Scaling::kRowwise: return "rowwise";
+    case Scaling::k1x128: return "1x128";
+    default: return "128x128";
+  }
+}
 
 Plan choose(const Device& device, const GemmProblem& p) {
+  TORCH_CHECK(p.a_scaling == Scaling::kTensorwise || device.has_scale_modes,
+              "fp8lt: cuBLASLt has scales of rows and blocks from version 12.9 (120900) on, for "
+              "compute capability 9.0 alone; cuda:", p.device, " with cuBLASLt ",
+              cublasLtGetVersion(), " was asked for ", scaling_name(p.a_scaling), " @ ",
+              scaling_name(p.b_scaling));
   const bool fast_accum = p.fast_accum && p.m * p.n >= kFastAccumWork / p.k;
-  if (device.has_vector_scales && p.vector_scales && fast_accum &&
-      p.m * p.n >= kVectorScaleWork / p.k) {
+  if (device.has_scale_modes && p.written_out && fast_accum &&
+      p.m * p.n >= kByRowWork / p.k) {
     Candidates candidates = find_candidates(device, p, fast_accum, true, 1);
     if (!candidates.plans.empty()) return std::move(candidates.plans.front());
   }
@@ -179,7 +208,8 @@ Plan choose(const Device& device, const GemmProblem& p) {
   TORCH_CHECK(!candidates.plans.empty(), "fp8lt: cuBLASLt ", cublasLtGetVersion(),
               " has no kernel on cuda:", p.device, " for a ", type_name(p.a_type), " [", p.m, ", ",
               p.k, "] @ b ", type_name(p.b_type), " [", p.n, ", ", p.k, "].T -> ",
-              type_name(p.d_type), p.bias != nullptr ? " with bias" : "", ": ",
+              type_name(p.d_type), p.bias != nullptr ? " with bias" : "", ", scaled ",
+              scaling_name(p.a_scaling), " @ ", scaling_name(p.b_scaling), ": ",
               cublasLtGetStatusString(candidates.status));
   return std::move(candidates.plans.front());
 }
@@ -193,9 +223,9 @@ std::vector<Plan> all_candidates(const Device& device, const GemmProblem& p) {
   all.push_back(choose(device, p));
   for (const bool fast_accum : {true, false}) {
     if (fast_accum && !p.fast_accum) continue;
-    for (const bool vector_scales : {false, true}) {
-      if (vector_scales && !(device.has_vector_scales && p.vector_scales)) continue;
-      Candidates found = find_candidates(device, p, fast_accum, vector_scales, kMost);
+    for (const bool by_row : {false, true}) {
+      if (by_row && !(device.has_scale_modes && p.written_out)) continue;
+      Candidates found = find_candidates(device, p, fast_accum, by_row, kMost);
       std::move(found.plans.begin(), found.plans.end(), std::back_inserter(all));
     }
   }
@@ -212,9 +242,9 @@ void launch(const Device& device, const Plan& plan, const GemmProblem& p, void* 
 
 // A choice that was kept, as a plan; or none where it does not fit this library after all.
 std::vector<Plan> restore(const Device& device, const GemmProblem& p, const Choice& kept) {
-  if (kept.vector_scales && !(device.has_vector_scales && p.vector_scales)) return {};
+  if (kept.by_row && !(device.has_scale_modes && p.written_out)) return {};
   if (kept.fast_accum && !p.fast_accum) return {};
-  Candidates found = find_candidates(device, p, kept.fast_accum, kept.vector_scales, 1);
+  Candidates found = find_candidates(device, p, kept.fast_accum, kept.by_row, 1);
   if (found.plans.empty()) return {};
   Plan& plan = found.plans.front();
   plan.algo = kept.algo;
@@ -247,7 +277,7 @@ Plan* tuned_plan(Device& device, const GemmProblem& p, const PlanKey& key, void*
     const Timing timing = fastest(plans, run, delay, stream);
     std::swap(plans.front(), plans[timing.best]);
     const Plan& best = plans.front();
-    choices.keep(name, {best.fast_accum, best.vector_scales, best.algo}, timing);
+    choices.keep(name, {best.fast_accum, best.by_row, best.algo}, timing);
   }
   return &device.tuned.emplace(key, std::move(plans.front())).first->second;
 }
@@ -266,7 +296,7 @@ Device& device_state(int device) {
   if (state->handle == nullptr) {
     int major = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    state->has_vector_scales = major == 9 && cublasLtGetVersion() >= 120900;
+    state->has_scale_modes = major == 9 && cublasLtGetVersion() >= 120900;
     FP8LT_CHECK(cublasLtCreate(&state->handle));
   }
   return *state;

@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "scaling.h"
+
 namespace fp8lt {
 
 constexpr size_t kWorkspaceBytes = 32 << 20;  // NVIDIA's recommendation for sm_90 and newer
@@ -19,9 +21,10 @@ struct GemmProblem {
   bool fast_accum;  // allowed, where it saves time
   const void* a;              // 16-byte aligned, as every pointer here
   const void* b;
-  const float* a_scale_inv;   // f32 on the device: one number,
+  Scaling a_scaling, b_scaling;  // both kTensorwise, both kRowwise, or k1x128 with either block
+  const float* a_scale_inv;   // f32 on the device
   const float* b_scale_inv;
-  bool vector_scales;         // written out m and n times, so that a kernel may read it per row
+  bool written_out;           // kTensorwise: m and n times, so that a kernel may read it by row
   const void* bias;           // or null; of d's type, bf16 where d is f32
   void* d;
 };

@@ -7,6 +7,8 @@
 #include <optional>
 #include <tuple>
 
+#include "scaling.h"
+
 namespace fp8lt {
 
 using Quantized = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // see ops.Quantized
@@ -20,12 +22,13 @@ enum class Memory {
 // `x` [..., C]: its leading dimensions are rows. See ops.quantize_tensorwise.
 Quantized quantize_tensorwise_cuda(const at::Tensor& x, at::ScalarType dtype, bool row_major,
                                    bool transposed, std::optional<at::ScalarType> sums_dtype,
-                                   Memory memory);
+                                   bool power_of_two, Memory memory);
 
 // The result has these `sizes`, [..., n], of m rows altogether. See ops.gemm_nt.
 at::Tensor gemm_nt_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,
                         const at::Tensor& b_scale_inv, at::IntArrayRef sizes,
                         const std::optional<at::Tensor>& bias, at::ScalarType out_dtype,
-                        bool fast_accum);
+                        bool fast_accum, Scaling a_scaling = Scaling::kTensorwise,
+                        Scaling b_scaling = Scaling::kTensorwise);
 
 }  // namespace fp8lt

@@ -9,7 +9,6 @@
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -43,16 +42,18 @@ bool is_direct(const Tensors&... tensors) {
 
 // `x` [..., C]
 Quantized quantize(const Tensor& x, ScalarType dtype, bool row_major, bool transposed,
-                   std::optional<ScalarType> sums_dtype, Memory memory) {
+                   std::optional<ScalarType> sums_dtype, bool power_of_two, Memory memory) {
   if (is_direct(x)) {
-    return quantize_tensorwise_cuda(x, dtype, row_major, transposed, sums_dtype, memory);
+    return quantize_tensorwise_cuda(x, dtype, row_major, transposed, sums_dtype, power_of_two,
+                                    memory);
   }
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("fp8lt::quantize_tensorwise", "")
                              .typed<Quantized(const Tensor&, ScalarType, bool, bool,
-                                              std::optional<ScalarType>)>();
+                                              std::optional<ScalarType>, bool)>();
   const int64_t rows = c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1);
-  return op.call(x.reshape({rows, x.size(-1)}), dtype, row_major, transposed, sums_dtype);
+  return op.call(x.reshape({rows, x.size(-1)}), dtype, row_major, transposed, sums_dtype,
+                 power_of_two);
 }
 
 // The result has these `sizes`, [..., n].
@@ -66,10 +67,12 @@ Tensor gemm_nt(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("fp8lt::gemm_nt", "")
           .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt,
-                        c10::SymInt, const std::optional<Tensor>&, ScalarType, bool)>();
+                        c10::SymInt, const std::optional<Tensor>&, ScalarType, bool, int64_t,
+                        int64_t)>();
   const int64_t m = c10::multiply_integers(sizes.begin(), sizes.end() - 1);
+  constexpr auto kTensorwise = static_cast<int64_t>(Scaling::kTensorwise);
   const Tensor d = op.call(a, b, a_scale_inv, b_scale_inv, m, sizes.back(), bias, out_dtype,
-                           fast_accum);
+                           fast_accum, kTensorwise, kTensorwise);
   // A view would forbid to change the result in place.
   return sizes.size() == 2 ? d : at::_unsafe_view(d, sizes);
 }
@@ -78,6 +81,7 @@ struct Options {
   ScalarType forward_fp8, backward_fp8, out_dtype;
   bool fast_output, fast_grad_input, fast_grad_weight;
   bool recompute_weight;  // keep w instead of w_t
+  bool power_of_two;
   std::optional<Quantized> w_quantized;  // w, by somebody who uses it more than once
 };
 
@@ -91,11 +95,12 @@ Forward forward(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b
                 const Options& o, bool need_x, bool need_w, std::optional<uint64_t> x_made_by) {
   Forward f;
   f.x = x_made_by.has_value() && is_direct(x)
-            ? quantize_shared_input(x, *x_made_by, o.forward_fp8)
-            : quantize(x, o.forward_fp8, true, need_w, std::nullopt, Memory::kScaleWithDataT);
+            ? quantize_shared_input(x, *x_made_by, o.forward_fp8, o.power_of_two)
+            : quantize(x, o.forward_fp8, true, need_w, std::nullopt, o.power_of_two,
+                       Memory::kScaleWithDataT);
   f.w = o.w_quantized ? *o.w_quantized
                       : quantize(w, o.forward_fp8, true, need_x && !o.recompute_weight,
-                                 std::nullopt, Memory::kScaleWithDataT);
+                                 std::nullopt, o.power_of_two, Memory::kScaleWithDataT);
   // As ops._place_bias: in the epilogue where it has a form for it, else after, in f32.
   const bool f32 = o.out_dtype == ScalarType::Float;
   const bool after = bias.has_value() && f32 && bias->scalar_type() != ScalarType::BFloat16;
@@ -110,13 +115,25 @@ Forward forward(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b
   return f;
 }
 
-// A gradient, unchanged, that cannot be differentiated again.
-struct Refuse : torch::autograd::Function<Refuse> {
-  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& gradient,
-                        const Tensor& /*anchor*/) {
-    return gradient.view(gradient.sizes());
+// PyTorch held its nodes by std::shared_ptr, with a deleter of its own, before it counted in them.
+template <typename Node, typename... Args>
+decltype(torch::autograd::Edge::function) make_node(Args&&... args) {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
+    return c10::make_intrusive<Node>(std::forward<Args>(args)...);
+  } else {
+    return std::shared_ptr<Node>(new Node(std::forward<Args>(args)...),
+                                 [](auto* node) { deleteNode(node); });
   }
-  static variable_list backward(torch::autograd::AutogradContext*, const variable_list&) {
+}
+
+// The node of a gradient that cannot be differentiated again.
+struct Refuse : torch::autograd::Node {
+  // The edge leads to nowhere, but without one nobody would call this.
+  explicit Refuse(const Tensor& anchor) : Node(torch::autograd::collect_next_edges(anchor)) {}
+
+  std::string name() const override { return "fp8lt::Refuse"; }
+
+  variable_list apply(variable_list&&) override {
     TORCH_CHECK(false,
                 "fp8lt.linear cannot be differentiated twice: backward has only FP8 copies of x "
                 "and w. Run the layers of a gradient penalty in high precision "
@@ -133,7 +150,7 @@ struct LinearBackward : torch::autograd::Node {
   at::DimVector x_sizes;
   int64_t n;
   ScalarType x_dtype, w_dtype, bias_dtype, forward_fp8, backward_fp8;
-  bool fast_grad_input, fast_grad_weight;
+  bool fast_grad_input, fast_grad_weight, power_of_two;
 
   LinearBackward(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
                  const Options& o)
@@ -147,7 +164,8 @@ struct LinearBackward : torch::autograd::Node {
         forward_fp8(o.forward_fp8),
         backward_fp8(o.backward_fp8),
         fast_grad_input(o.fast_grad_input),
-        fast_grad_weight(o.fast_grad_weight) {}
+        fast_grad_weight(o.fast_grad_weight),
+        power_of_two(o.power_of_two) {}
 
   std::string name() const override { return "fp8lt::LinearBackward"; }
 
@@ -193,7 +211,7 @@ struct LinearBackward : torch::autograd::Node {
     if (at::GradMode::is_enabled()) {  // with create_graph=True only
       const Tensor anchor = at::empty({0}).requires_grad_();
       for (Tensor& g : results) {  // an error, never a constant, also where dy itself is one
-        if (g.defined()) g = Refuse::apply(g, anchor);
+        if (g.defined()) torch::autograd::set_history(g, make_node<Refuse>(anchor));
       }
     }
     return results;
@@ -243,7 +261,7 @@ struct LinearBackward : torch::autograd::Node {
     const bool dw_first = wanted.dx && wanted.dw && grad_weight_first();
     if (wanted.dx || wanted.dw) {
       q = quantize(dy, backward_fp8, wanted.dx, wanted.dw,
-                   wanted.db ? std::optional<ScalarType>(bias_dtype) : std::nullopt,
+                   wanted.db ? std::optional<ScalarType>(bias_dtype) : std::nullopt, power_of_two,
                    dw_first ? Memory::kScaleWithData : Memory::kScaleWithDataT);
       if (wanted.db) db = std::get<3>(q);
       dy = Tensor();  // often the last to hold it
@@ -261,7 +279,8 @@ struct LinearBackward : torch::autograd::Node {
     const Tensor data = std::move(std::get<0>(dy));
     Quantized w(Tensor(), std::move(saved.w_t), std::move(saved.w_scale_inv), Tensor());
     if (recompute_weight) {
-      w = quantize(saved.weight, forward_fp8, false, true, std::nullopt, Memory::kScaleWithDataT);
+      w = quantize(saved.weight, forward_fp8, false, true, std::nullopt, power_of_two,
+                   Memory::kScaleWithDataT);
     }
     return gemm_nt(data, std::get<1>(w), std::get<2>(dy), std::get<2>(w), x_sizes, std::nullopt,
                    x_dtype, fast_grad_input);
@@ -276,28 +295,19 @@ struct LinearBackward : torch::autograd::Node {
   }
 };
 
-// PyTorch held its nodes by std::shared_ptr, with a deleter of its own, before it counted in them.
-template <typename Node, typename... Args>
-decltype(torch::autograd::Edge::function) make_node(Args&&... args) {
-  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
-    return c10::make_intrusive<Node>(std::forward<Args>(args)...);
-  } else {
-    return std::shared_ptr<Node>(new Node(std::forward<Args>(args)...),
-                                 [](auto* node) { deleteNode(node); });
-  }
-}
-
 }  // namespace
 
 Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
               const std::optional<Tensor>& w_data, const std::optional<Tensor>& w_data_t,
               const std::optional<Tensor>& w_scale_inv, ScalarType forward_fp8,
               ScalarType backward_fp8, ScalarType out_dtype, bool fast_output,
-              bool fast_grad_input, bool fast_grad_weight, bool recompute_weight) {
+              bool fast_grad_input, bool fast_grad_weight, bool recompute_weight,
+              bool power_of_two) {
   TORCH_CHECK(x.dim() >= 1 && w.dim() == 2 && x.size(-1) == w.size(1),
               "fp8lt: want x [..., K] and w [N, K], got ", x.sizes(), " and ", w.sizes());
   Options o{forward_fp8,     backward_fp8,     out_dtype,        fast_output,
-            fast_grad_input, fast_grad_weight, recompute_weight, {}};
+            fast_grad_input, fast_grad_weight, recompute_weight, power_of_two,
+            {}};
   if (w_data.has_value()) {
     o.w_quantized = Quantized(*w_data, w_data_t.value(), w_scale_inv.value(), Tensor());
     o.recompute_weight = false;  // its w_t is there

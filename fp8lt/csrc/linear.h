@@ -13,6 +13,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const std::optional<
                   const std::optional<at::Tensor>& w_data_t,
                   const std::optional<at::Tensor>& w_scale_inv, at::ScalarType forward_fp8,
                   at::ScalarType backward_fp8, at::ScalarType out_dtype, bool fast_output,
-                  bool fast_grad_input, bool fast_grad_weight, bool recompute_weight);
+                  bool fast_grad_input, bool fast_grad_weight, bool recompute_weight,
+                  bool power_of_two);
 
 }  // namespace fp8lt

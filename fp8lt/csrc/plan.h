@@ -45,7 +45,7 @@ struct Plan {
   MatmulDesc desc;
   Layout a, b, d;
   cublasLtMatmulAlgo_t algo;
-  bool fast_accum, vector_scales;
+  bool fast_accum, by_row;
 };
 
 }  // namespace fp8lt

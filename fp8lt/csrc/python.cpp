@@ -1,4 +1,4 @@
-// The layer as a Python function. A call through torch.ops converts each of its thirteen arguments
+// The layer as a Python function. A call through torch.ops converts each of its fourteen arguments
 // by the operator's schema, which takes longer than a kernel launch; a call by Python's protocol
 // does not. Where Python's headers are not installed there is none, and torch.ops serves.
 
@@ -6,7 +6,6 @@
 
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "dispatch.h"
@@ -15,12 +14,16 @@
 namespace fp8lt {
 namespace {
 
-constexpr Py_ssize_t kArguments = 13;
+constexpr Py_ssize_t kArguments = 14;
 
-const at::Tensor& tensor(PyObject* argument) {
-  TORCH_CHECK_TYPE(THPVariable_Check(argument), "fp8lt: want a tensor, got ",
+// By pybind11's casters: torch's own header for this takes twice as long to compile.
+using Caster = pybind11::detail::type_caster<at::Tensor>;
+
+at::Tensor tensor(PyObject* argument) {
+  Caster caster;
+  TORCH_CHECK_TYPE(caster.load(argument, false), "fp8lt: want a tensor, got ",
                    Py_TYPE(argument)->tp_name);
-  return THPVariable_Unpack(argument);
+  return std::move(static_cast<at::Tensor&>(caster));
 }
 
 std::optional<at::Tensor> optional_tensor(PyObject* argument) {
@@ -58,20 +61,21 @@ bool is_overridden(const at::Tensor& x, const at::Tensor& w,
 PyObject* call_linear(PyObject* /*module*/, PyObject* const* a, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == kArguments, "fp8lt: want ", kArguments, " arguments, got ", count);
-  const at::Tensor &x = tensor(a[0]), &w = tensor(a[1]);
+  const at::Tensor x = tensor(a[0]), w = tensor(a[1]);
   const auto bias = optional_tensor(a[2]), w_data = optional_tensor(a[3]),
              w_data_t = optional_tensor(a[4]), w_scale_inv = optional_tensor(a[5]);
   if (is_overridden(x, w, bias)) Py_RETURN_NOTIMPLEMENTED;
   const auto forward_fp8 = dtype(a[6]), backward_fp8 = dtype(a[7]), out_dtype = dtype(a[8]);
   const bool fast_output = flag(a[9]), fast_grad_input = flag(a[10]),
-             fast_grad_weight = flag(a[11]), recompute_weight = flag(a[12]);
+             fast_grad_weight = flag(a[11]), recompute_weight = flag(a[12]),
+             power_of_two = flag(a[13]);
   at::Tensor y;
   {
     const pybind11::gil_scoped_release no_gil;
     y = linear(x, w, bias, w_data, w_data_t, w_scale_inv, forward_fp8, backward_fp8, out_dtype,
-               fast_output, fast_grad_input, fast_grad_weight, recompute_weight);
+               fast_output, fast_grad_input, fast_grad_weight, recompute_weight, power_of_two);
   }
-  return THPVariable_Wrap(std::move(y));
+  return Caster::cast(y, pybind11::return_value_policy::move, {}).ptr();
   END_HANDLE_TH_ERRORS
 }
 

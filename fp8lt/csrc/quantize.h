@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "scaling.h"
+
 namespace fp8lt {
 
 enum class RealType { kFloat32, kFloat16, kBFloat16 };
@@ -16,26 +18,51 @@ enum class Fp8Type { kE4M3, kE5M2 };
 constexpr int64_t kPad = 16;
 constexpr int64_t padded(int64_t size) { return (size + kPad - 1) / kPad * kPad; }
 
-// One tensorwise quantise of `x` [rows, cols], contiguous, any alignment.
-struct QuantizeTensorwise {
+// How many blocks of 128 cover a dimension, and the same to a multiple of 4: cuBLASLt's order.
+constexpr int64_t blocks_of(int64_t size) { return (size + 127) / 128; }
+constexpr int64_t blocks_to_4(int64_t size) { return (blocks_of(size) + 3) / 4 * 4; }
+
+// One quantise of `x` [rows, cols], contiguous, any alignment. See ops.py for what each scaling
+// means. Where R and C are the padded dimensions and L(n) = ceil(n / 128), the scales are
+//
+//                    scale_inv            scale_inv_t
+//   kTensorwise      [scale_count]        null              the one number, written out
+//   kRowwise         [R]                  [C]               folded: of ones
+//   k1x128           [L(C), R]            [L(R), C]
+//   k128x128         [L(R), L(C) to 4]    [L(C), L(R) to 4] zero where there is no block
+struct Quantize {
   const void* x;
   RealType real;
   Fp8Type fp8;
+  Scaling scaling;
+  bool folded;             // kRowwise: data_t has the bytes of data
+  bool power_of_two;       // scales are rounded down to one
   int64_t rows, cols;
-  void* data;           // [padded(rows), padded(cols)] or null: not asked for
-  void* data_t;         // [padded(cols), padded(rows)] or null: not asked for
-  float* scale_inv;     // [scale_count] the one number, real = fp8 * scale_inv, written out
+  void* data;              // [R, C] or null: not asked for
+  void* data_t;            // [C, R] or null, likewise
+  float* scale_inv;        // real = fp8 * scale_inv; null where nobody wants them
+  float* scale_inv_t;
   int64_t scale_count;
-  void* sums;           // [cols] of x's columns, or null: not asked for; rows > 0
-  RealType sums_type;   // what they are rounded to
-  void* scratch;        // quantize_scratch_bytes, 16-byte aligned, of no other use until the end
+  const float* fold_cols;  // [C] or null, rowwise: data is of x * fold_cols,
+  const float* fold_rows;  // [R] or null             data_t of x.T * fold_rows
+  void* sums;              // [cols] of x's columns, or null: not asked for; rows > 0
+  RealType sums_type;      // what they are rounded to
+  void* scratch;           // quantize_scratch_bytes, 16-byte aligned, of no other use until the end
 };
 
 // Whether a GPU has the shared memory that `sums` takes.
 bool quantize_has_sums(int device);
 
-size_t quantize_scratch_bytes(const QuantizeTensorwise& q);
+size_t quantize_scratch_bytes(const Quantize& q);
 
-cudaError_t quantize_tensorwise(const QuantizeTensorwise& q, cudaStream_t stream);
+cudaError_t quantize(const Quantize& q, cudaStream_t stream);
+
+// The same of one scaling, each in a file of its own.
+size_t tensorwise_scratch_bytes(const Quantize& q);
+size_t rowwise_scratch_bytes(const Quantize& q);
+size_t blockwise_scratch_bytes(const Quantize& q);
+cudaError_t quantize_tensorwise(const Quantize& q, cudaStream_t stream);
+cudaError_t quantize_rowwise(const Quantize& q, cudaStream_t stream);
+cudaError_t quantize_blockwise(const Quantize& q, cudaStream_t stream);
 
 }  // namespace fp8lt

@@ -25,9 +25,11 @@ struct SharedInput {
   at::DimVector sizes, strides;
   cudaStream_t stream;
   at::ScalarType dtype;
+  bool power_of_two;
   Quantized quantized;
 
-  SharedInput(const at::Tensor& x, uint64_t made_by, cudaStream_t stream, at::ScalarType dtype)
+  SharedInput(const at::Tensor& x, uint64_t made_by, cudaStream_t stream, at::ScalarType dtype,
+              bool power_of_two)
       : x(x.getIntrusivePtr()),
         storage(x.storage().getWeakStorageImpl()),
         made_by(made_by),
@@ -36,12 +38,14 @@ struct SharedInput {
         sizes(x.sizes()),
         strides(x.strides()),
         stream(stream),
-        dtype(dtype) {}
+        dtype(dtype),
+        power_of_two(power_of_two) {}
 
   bool is_same(const SharedInput& other) const {
     return x == other.x && storage == other.storage && made_by == other.made_by &&
            version == other.version && offset == other.offset && sizes == other.sizes &&
-           strides == other.strides && stream == other.stream && dtype == other.dtype;
+           strides == other.strides && stream == other.stream && dtype == other.dtype &&
+           power_of_two == other.power_of_two;
   }
 };
 
@@ -58,14 +62,16 @@ Last& last() {
 
 }  // namespace
 
-Quantized quantize_shared_input(const at::Tensor& x, uint64_t made_by, at::ScalarType dtype) {
+Quantized quantize_shared_input(const at::Tensor& x, uint64_t made_by, at::ScalarType dtype,
+                                bool power_of_two) {
   const auto make = [&] {
-    return quantize_tensorwise_cuda(x, dtype, true, true, std::nullopt, Memory::kScaleWithDataT);
+    return quantize_tensorwise_cuda(x, dtype, true, true, std::nullopt, power_of_two,
+                                    Memory::kScaleWithDataT);
   };
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(x.get_device());
   // Inference tensors count no versions; what a capture makes is the graph's.
   if (x.is_inference() || is_capturing(stream)) return make();
-  SharedInput input(x, made_by, stream, dtype);  // its version is read before x is
+  SharedInput input(x, made_by, stream, dtype, power_of_two);  // its version is read before x is
   {
     const std::lock_guard<std::mutex> lock(last().mutex);
     if (last().input.has_value() && last().input->is_same(input)) return last().input->quantized;

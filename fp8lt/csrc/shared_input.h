@@ -12,7 +12,8 @@ namespace fp8lt {
 // x must be an activation, made by an operation that autograd recorded, and saved for backward.
 // Then a change of it that autograd does not see makes gradients wrong in PyTorch, too. A tensor
 // that a program fills with new inputs again and again has no such promise to keep.
-Quantized quantize_shared_input(const at::Tensor& x, uint64_t made_by, at::ScalarType dtype);
+Quantized quantize_shared_input(const at::Tensor& x, uint64_t made_by, at::ScalarType dtype,
+                                bool power_of_two);
 
 // Let go of the copies of the last input, which would stay until there is another. Backward does:
 // no layer of this forward will come.

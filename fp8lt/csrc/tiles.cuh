@@ -61,7 +61,7 @@ struct Place {
   bool interior;          // the tile has no padding, and its rows are aligned
 };
 
-__device__ inline Place place_of(const QuantizeTensorwise& q, const Grid& grid, uint32_t tile) {
+__device__ inline Place place_of(const Quantize& q, const Grid& grid, uint32_t tile) {
   const uint32_t down = grid.across.divide(tile), across = tile - down * grid.across.divisor;
   const int64_t row0 = static_cast<int64_t>(down) * kTile;
   const int64_t col0 = static_cast<int64_t>(across) * kTile;
@@ -74,19 +74,19 @@ __device__ inline Place place_of(const QuantizeTensorwise& q, const Grid& grid, 
           grid.aligned && row0 + kTile <= q.rows && col0 + kTile <= q.cols};
 }
 
-__device__ inline bool is_whole_line(const QuantizeTensorwise& q, const Grid& grid, int64_t row,
+__device__ inline bool is_whole_line(const Quantize& q, const Grid& grid, int64_t row,
                                      int64_t col) {
   return grid.aligned && col + kPatchCols <= q.cols && row < q.rows;
 }
 
 template <typename T>
-__device__ const T* element(const QuantizeTensorwise& q, int64_t row, int64_t col) {
+__device__ const T* element(const Quantize& q, int64_t row, int64_t col) {
   return static_cast<const T*>(q.x) + row * q.cols + col;
 }
 
 // Eight columns of a row where they are not all there or not aligned; zero outside.
 template <typename T>
-__device__ void load_ragged(const QuantizeTensorwise& q, int64_t row, int64_t col,
+__device__ void load_ragged(const Quantize& q, int64_t row, int64_t col,
                             uint4 (&lines)[kLines<T>]) {
   alignas(16) T values[kPatchCols] = {};
 #pragma unroll
@@ -95,6 +95,23 @@ __device__ void load_ragged(const QuantizeTensorwise& q, int64_t row, int64_t co
   }
 #pragma unroll
   for (int i = 0; i < kLines<T>; ++i) lines[i] = reinterpret_cast<const uint4*>(values)[i];
+}
+
+// A thread's patch, straight into registers.
+template <typename T>
+__device__ Patch<T> load_patch(const Quantize& q, const Grid& grid, const Place& at) {
+  Patch<T> patch;
+#pragma unroll
+  for (int r = 0; r < kPatchRows; ++r) {
+    if (at.interior || is_whole_line(q, grid, at.row + r, at.col)) {
+      const uint4* from = reinterpret_cast<const uint4*>(element<T>(q, at.row + r, at.col));
+#pragma unroll
+      for (int i = 0; i < kLines<T>; ++i) patch.lines[r][i] = __ldg(from + i);
+    } else {
+      load_ragged<T>(q, at.row + r, at.col, patch.lines[r]);
+    }
+  }
+  return patch;
 }
 
 // A place in shared memory holds a tile, each thread's patch apart: only that thread ever touches
@@ -118,7 +135,7 @@ __device__ void copy_async(uint4* to, const uint4* from) {
 
 // Begin to copy this thread's patch of `tile` into `place`; the caller commits.
 template <typename T>
-__device__ void fetch(const QuantizeTensorwise& q, const Grid& grid, uint32_t tile, uint4* place) {
+__device__ void fetch(const Quantize& q, const Grid& grid, uint32_t tile, uint4* place) {
   const Place at = place_of(q, grid, tile);
 #pragma unroll
   for (int r = 0; r < kPatchRows; ++r) {
@@ -155,20 +172,19 @@ __device__ inline uint32_t inside(int64_t row, int64_t col, int64_t rows, int64_
   return count >= 4 ? 0xffffffffu : count <= 0 ? 0u : (1u << 8 * count) - 1;
 }
 
-// Eight columns of a row in FP8.
-template <typename T, Fp8Type kType>
-__device__ uint2 cast_line(const QuantizeTensorwise& q, const uint4 (&lines)[kLines<T>],
-                           int64_t row, int64_t col, bool interior, float scale) {
+// Eight columns of a row in FP8; `scaled` gives what is cast, of a value and its place among them.
+template <typename T, Fp8Type kType, typename Scaled>
+__device__ uint2 cast_line(const Quantize& q, const uint4 (&lines)[kLines<T>], int64_t row,
+                           int64_t col, bool interior, const Scaled& scaled) {
   const T* values = reinterpret_cast<const T*>(lines);
+  const auto two = [&](int j) -> uint32_t {
+    const float2 v = make_float2(scaled(real(values[j]), j), scaled(real(values[j + 1]), j + 1));
+    return __nv_cvt_float2_to_fp8x2(v, __NV_SATFINITE, Fp8<kType>::kKind);
+  };
   uint32_t fp8[kPatchCols / 4];
 #pragma unroll
   for (int j = 0; j < kPatchCols; j += 4) {
-    const uint32_t low = __nv_cvt_float2_to_fp8x2(
-        make_float2(real(values[j]) * scale, real(values[j + 1]) * scale), __NV_SATFINITE,
-        Fp8<kType>::kKind);
-    const uint32_t high = __nv_cvt_float2_to_fp8x2(
-        make_float2(real(values[j + 2]) * scale, real(values[j + 3]) * scale), __NV_SATFINITE,
-        Fp8<kType>::kKind);
+    const uint32_t low = two(j), high = two(j + 2);
     fp8[j / 4] = low | high << 16;
     if (!interior) fp8[j / 4] &= inside(row, col + j, q.rows, q.cols);
   }
@@ -181,19 +197,29 @@ __device__ inline int shared_word(int col, int word) {
   return col * kWords + (word ^ (col / 8 * 2));
 }
 
-// Cast a patch; store its rows, and put its columns into `transpose`.
-template <typename T, Fp8Type kType>
-__device__ void cast_patch(const QuantizeTensorwise& q, const Patch<T>& patch, const Place& at,
-                           float scale, uint32_t* transpose) {
+// Cast a patch; store its rows, and put its columns into `transpose`. `scales`: see scales.cuh.
+template <typename T, Fp8Type kType, typename Scales>
+__device__ void cast_patch(const Quantize& q, const Patch<T>& patch, const Place& at,
+                           const Scales& scales, uint32_t* transpose) {
   const int64_t padded_rows = padded(q.rows), padded_cols = padded(q.cols);
   uint2 fp8[kPatchRows];
 #pragma unroll
   for (int r = 0; r < kPatchRows; ++r) {
-    fp8[r] = cast_line<T, kType>(q, patch.lines[r], at.row + r, at.col, at.interior, scale);
+    if (!Scales::kSameBytes && q.data == nullptr) break;
+    fp8[r] = cast_line<T, kType>(q, patch.lines[r], at.row + r, at.col, at.interior,
+                                 [&](float x, int j) { return scales.row_major(x, r, j); });
     const bool there = at.interior || (at.row + r < padded_rows && at.col < padded_cols);
     if (q.data != nullptr && there) {
       uint8_t* to = static_cast<uint8_t*>(q.data) + (at.row + r) * padded_cols + at.col;
       *reinterpret_cast<uint2*>(to) = fp8[r];
+    }
+  }
+  if (q.data_t == nullptr) return;
+  if constexpr (!Scales::kSameBytes) {
+#pragma unroll
+    for (int r = 0; r < kPatchRows; ++r) {
+      fp8[r] = cast_line<T, kType>(q, patch.lines[r], at.row + r, at.col, at.interior,
+                                   [&](float x, int j) { return scales.transposed(x, r, j); });
     }
   }
   const int across = threadIdx.x % kPatchesAcross, word = threadIdx.x / kPatchesAcross;
@@ -208,7 +234,7 @@ __device__ void cast_patch(const QuantizeTensorwise& q, const Patch<T>& patch, c
 }
 
 // Store the columns of a whole tile, which `transpose` holds, as rows of data_t.
-__device__ inline void store_columns(const QuantizeTensorwise& q, const Place& at,
+__device__ inline void store_columns(const Quantize& q, const Place& at,
                                      const uint32_t* transpose) {
   const int64_t padded_rows = padded(q.rows), padded_cols = padded(q.cols);
   constexpr int kPieces = kTile / 16;  // 16-byte pieces of a transposed row
