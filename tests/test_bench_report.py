@@ -10,9 +10,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import bench_core
-import bench_modes
 import bench_parts
+import bench_peers
 import bench_plot
+import bench_quantize
 import bench_report
 import bench_targets
 import bench_timing
@@ -104,7 +105,7 @@ def test_errors_are_relative_and_not_a_number_is_an_error() -> None:
 
 def test_the_floors_count_one_or_two_reads_and_two_bytes_written() -> None:
     row = bench_core.make_row("case", "phase", "fp8lt", {}, [60.0, 60.0, 90.0])
-    bench_modes.add_floors(row, 1000, 2, [100.0, 200.0, 100.0])  # bytes per us
+    bench_quantize.add_floors(row, 1000, 2, [100.0, 200.0, 100.0])  # bytes per us
     assert row["one_read_us"] == 40  # (2 + 2) * 1000 / 100
     assert row["two_reads_us"] == 60  # (4 + 2) * 1000 / 100
     assert row["over_two_reads_rounds"] == [1, 2, 1.5]
@@ -183,6 +184,55 @@ def test_a_target_is_met_missed_or_not_measured_and_shows_the_best_peers() -> No
     assert re.search(r"fp8lt 16x512x512 fwd\+bwd +1\.20 +<= 1\.30 +met +1\.10x te-x", table)
 
 
+def test_a_finer_recipe_is_judged_beside_peers_of_the_same_recipe() -> None:
+    case, names = "8192x4096x4096", ("fp8lt", "fp8lt-rowwise", "fp8lt-blockwise")
+    rows = [
+        {**bench_core.make_row(case, "fwd+bwd", name, {}, [1.0]), "ratio": ratio}
+        for name, ratio in [
+            ("bf16", 1.0), *zip(names, (1.6, 1.41, 1.29), strict=True), ("te-delayed", 1.5),
+            ("torchao-rowwise", 0.5), ("torchao-rowwise-compiled", 1.3), ("te-block", 1.1),
+        ]
+    ]  # fmt: skip
+    found = bench_targets.judge("layer", {"rows": rows})
+    assert [verdict["what"] for verdict in found] == [f"{name} {case} fwd+bwd" for name in names]
+    assert [verdict["target"] for verdict in found] == [1.55, 1.40, 1.30]
+    assert [verdict["met"] for verdict in found] == [True, True, False]
+    best, dynamic = (
+        [verdict[f"best_{kind}"]["contender"] for verdict in found]
+        for kind in ("peer", "dynamic_peer")
+    )
+    assert best == ["te-delayed", "torchao-rowwise-compiled", "te-block"]
+    assert dynamic == ["torchao-rowwise-compiled"] * 2 + ["te-block"]
+    (_, alone, _) = bench_targets.judge("layer", {"rows": rows[:5]})
+    assert alone["best_peer"] is alone["best_dynamic_peer"] is None
+
+
+def test_every_contender_belongs_to_the_family_of_its_scales() -> None:
+    found: dict[str, set[str]] = {}
+    for contender in bench_peers.TRAINING:
+        found.setdefault(bench_core.family(contender.name), set()).add(contender.name)
+    assert found["blockwise"] == {"fp8lt-blockwise", "te-block"}
+    assert found["rowwise"] == {
+        "fp8lt-rowwise", "fp8lt-rowwise_with_gw_hp", "fp8lt-rowwise_folded", "torchao-rowwise",
+        "torchao-rowwise-compiled",
+    }  # fmt: skip
+    assert {"bf16", "fp8lt", "scaled_mm", "te-delayed", "te-current"} <= found["tensorwise"]
+
+
+def test_the_floor_is_a_target_of_the_tensorwise_quantise_alone() -> None:
+    rows = []
+    for kind in ("tensorwise", "rowwise"):
+        row = bench_core.make_row("8192x4096 bfloat16", kind, "fp8lt", {"data": 0.026}, [3.0])
+        bench_quantize.add_floors(row, 1000, 2, [3000.0])
+        rows.append(row)
+    shown = {"rows": rows, "missing": {}, "targets": [], "seconds": 1.0}
+    (verdict,) = bench_targets.judge("quantize", shown)
+    assert (verdict["what"], verdict["value"]) == ("over two reads 8192x4096 bfloat16", 1.5)
+    table = bench_report.mode_report("quantize", shown)
+    assert re.search(r"^tensorwise +8192x4096 bfloat16 +3\.0", table, re.MULTILINE)
+    assert re.search(r"^rowwise +8192x4096 bfloat16 +3\.0", table, re.MULTILINE)
+
+
 def test_the_table_marks_the_best_peer_of_each_case() -> None:
     shown = result("1x2x3", "fwd", bf16=1.0, fp8lt=1.6, te_block=1.1, scaled_mm=0.9)
     table = bench_report.mode_report("layer", shown)
@@ -216,3 +266,27 @@ def test_the_plot_is_drawn_even_where_everything_failed(tmp_path: Path) -> None:
     failed = {"case": "1x2x3", "status": "failed", "reason": "x"}
     bench_plot.plot({**shown, "parts": [failed]}, "no device", tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_finer_scales_have_a_panel_of_their_own_where_they_ran(tmp_path: Path) -> None:
+    def labels(*names: str) -> dict[str, list[str]]:
+        rows = [
+            {**bench_core.make_row("1x2x3", "fwd+bwd", name, {}, [1.0]), "ratio": ratio}
+            for name, ratio in [("bf16", 1.0), *((name, 1.5) for name in names), ("te-block", None)]
+        ]
+        bench_plot.plot({"rows": rows, "parts": []}, "no device", tmp_path / "x.png")
+        found = bench_plot.panels(rows).items()
+        return {label: [row["contender"] for row in some] for label, some in found}
+
+    assert labels("fp8lt", "te-delayed") == {"a scale per tensor": ["fp8lt", "te-delayed"]}
+    assert labels("fp8lt", "fp8lt-rowwise", "torchao-rowwise", "fp8lt-blockwise") == {
+        "a scale per tensor": ["fp8lt"],
+        "a scale per row or block": ["fp8lt-rowwise", "torchao-rowwise", "fp8lt-blockwise"],
+    }
+    assert labels("fp8lt-rowwise") == {"a scale per row or block": ["fp8lt-rowwise"]}
+
+
+def test_every_contender_has_a_colour_of_its_own() -> None:
+    names = [contender.name for contender in bench_peers.TRAINING if contender.name != "bf16"]
+    assert set(names) == set(bench_plot.COLOURS)
+    assert len(set(bench_plot.COLOURS.values())) == len(names)

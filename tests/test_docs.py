@@ -1,7 +1,9 @@
 """What the documentation shows is run, and what it lists is complete."""
 
+import dataclasses
 import doctest
 import importlib
+import inspect
 import json
 import os
 import re
@@ -13,8 +15,12 @@ import torch
 
 import fp8lt
 from fp8lt import settings
+from fp8lt.recipe import NAMES, Recipe, resolve
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import numerics  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
 MODULES = sorted(p.stem for p in Path(fp8lt.__file__).parent.glob("*.py"))
 
@@ -81,3 +87,99 @@ def test_the_training_figures_of_the_readme_are_those_recorded() -> None:
     assert f"{bf16['tokens_per_s'] / 1e3:.0f} k with bf16" in README
     assert f"({fp8['tokens_per_s'] / bf16['tokens_per_s']:.2f}x)" in README
     assert f"is {fp8['val_loss_end']:.3f} against {bf16['val_loss_end']:.3f}" in README
+
+
+# ---------------------------------------------------------------------------------------- recipes
+
+IN_WORK = {"delayed"}  # not in the README yet
+
+
+def table(heading: str) -> list[list[str]]:
+    """Return the cells of the README's table whose first heading is that, its head first."""
+    (found,) = re.findall(rf"^(\| {re.escape(heading)} \|.*\n(?:\|.*\n)+)", README, re.MULTILINE)
+    lines = [line.strip("|\n ").split(" | ") for line in found.splitlines()]
+    return [[cell.strip() for cell in line] for line in lines if "---" not in line[0]]
+
+
+def spans(cell: str) -> list[str]:
+    """Return what stands in backquotes."""
+    return re.findall("`(.+?)`", cell)
+
+
+def words(cell: str) -> set[str]:
+    """Return the identifiers in the backquotes of a cell, without values."""
+    code = re.sub(r'"\w+"|True|False', "", " ".join(spans(cell)))
+    return set(re.findall(r"[A-Za-z_]\w+", code))
+
+
+def test_the_recipes_of_the_readme_are_those_there_are() -> None:
+    listed = {}
+    for name, made, *_ in table("recipe")[1:]:
+        listed[name.strip("`")] = eval(made.strip("`"), vars(fp8lt))
+    assert set(listed) | IN_WORK == set(NAMES) | IN_WORK
+    assert all(recipe == resolve(name) for name, recipe in listed.items())
+
+
+def test_the_formats_in_the_readme_are_those_of_the_recipes() -> None:
+    for name, _, _, formats, *_ in table("recipe")[1:]:
+        ours = {"hybrid": "e4m3, e4m3, e5m2", "e4m3": "e4m3"}
+        assert formats == ours[resolve(name.strip("`")).fp8_format]
+
+
+def test_the_options_of_recipes_in_the_readme_have_their_defaults() -> None:
+    kinds = [fp8lt.DynamicScaling, fp8lt.RowwiseScaling, fp8lt.BlockScaling]
+    listed = set()
+    for names, defaults, _ in table("option of a recipe")[1:]:
+        general, *exceptions = (spans(part) for part in defaults.split("; "))
+        values = {kind: value for *some, value in exceptions for kind in some}
+        for name in spans(names):
+            listed.add(name)
+            for kind in kinds:
+                if hasattr(kind(), name):
+                    want = eval(values.get(kind.__name__, general[0]))
+                    assert getattr(kind(), name) == want, (kind, name)
+    assert listed == {field.name for kind in kinds for field in dataclasses.fields(kind)}
+
+
+def test_the_decibels_of_the_readme_are_those_recorded() -> None:
+    record = json.loads((ROOT / "tools" / "results" / "numerics_cpu.json").read_text())
+    head, *lines = table("y dx dw, dB")
+    assert head[1:] == [f"{of_x} / {of_dy}" for of_x, of_dy in numerics.PAIRS]
+    rows = {(row["recipe"], row["x"], row["dy"]): row for row in record["rows"]}
+    shown = {
+        (name.strip("`"), *pair): cell
+        for name, *cells in lines
+        for pair, cell in zip(numerics.PAIRS, cells, strict=True)
+    }
+    assert shown == {key: numerics.cell(row) for key, row in rows.items()}
+    assert "{m} tokens, {k} in, {n} out".format(**record["shape"]) in README
+
+
+def test_the_errors_beside_an_outlier_in_the_readme_are_those_of_its_test() -> None:
+    source = (ROOT / "tests" / "test_recipes.py").read_text()
+    (measured,) = re.findall(r"# Measured on a CPU: (0\.129.*?)assert", source, re.DOTALL)
+    for figure in ("0.129", "0.136", "0.037", "0.038", "0.036", "0.069"):
+        assert figure in measured
+        assert figure in README
+
+
+def test_what_the_migration_table_names_exists() -> None:
+    import torchao.float8 as theirs
+
+    ours, of_torchao = table("fp8lt")[1:], set()
+    known = {*fp8lt.__all__, "scale_inv", "model", "config", "recipe", "w"}
+    for public in (fp8lt.Linear, fp8lt.linear):
+        known |= set(inspect.signature(public).parameters)
+    for kind in (Recipe, fp8lt.RowwiseScaling):
+        known |= {field.name for field in dataclasses.fields(kind)}
+    config = {field.name for field in dataclasses.fields(theirs.Float8LinearConfig)}
+    of_torchao = config | {"config", "from_recipe_name", "target_dtype", "Float8Linear"}
+    for line in ours:
+        assert words(line[0]) <= known, line
+        assert words(line[1]) <= of_torchao, line
+    assert hasattr(theirs.Float8LinearConfig, "from_recipe_name")
+    (listed,) = re.findall(r"takes all fields of torchao's.*?refused\.", README, re.DOTALL)
+    named = set(spans(listed)) - {"..._for_grad_weight", "..._for_grad_input"}
+    named = {re.sub("=.*", "", name) for name in named}
+    assert named == {name for name in config if "_for_" not in name}
+    assert config == {field.name for field in dataclasses.fields(fp8lt.Float8LinearConfig)}

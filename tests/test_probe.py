@@ -1,5 +1,6 @@
 """The probe: a table, a document, and an exit code that means what it says."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,6 +14,12 @@ TOOLS = Path(__file__).parent.parent / "tools"
 sys.path.insert(0, str(TOOLS))
 
 import probe_gpu  # noqa: E402
+
+from fp8lt import build, device, ops  # noqa: E402
+from fp8lt.recipe import NAMES, resolve  # noqa: E402
+
+FINE = tuple(name for name in NAMES if resolve(name).fp8_format == "e4m3")
+NO_FP8 = ("rowwise_with_gw_hp", "dw")
 
 
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess:
@@ -43,9 +50,14 @@ def test_on_a_gpu_every_recipe_and_format_is_checked_and_the_exit_code_is_0() ->
     done = run("--json")
     assert done.returncode == 0, done.stdout + done.stderr
     (gpu, *_) = json.loads(done.stdout)["gpus"]
-    assert {r["verdict"] for r in gpu["recipes"].values()} == {"native"}
-    assert len(gpu["checks"]) == 2
-    assert all(check["error"] < 5e-3 and check["tflops"] > 10 for check in gpu["checks"])
+    native = [name for name, found in gpu["recipes"].items() if found["verdict"] == "native"]
+    assert "tensorwise" in native
+    assert gpu["architecture"] != "sm_90" or {*FINE} <= {*native}
+    found = {(check["recipe"], check["gemm"]) for check in gpu["checks"]}
+    assert found == set(itertools.product(native, ("layer", "y", "dx", "dw"))) - {NO_FP8}
+    for check in gpu["checks"]:
+        assert check["error"] <= check["bound"]
+        assert check["gemm"] == "layer" or check["tflops"] > 10
 
 
 def report(*gpus: probe_gpu.Gpu, emulation: str = "works") -> probe_gpu.Report:
@@ -69,8 +81,9 @@ def gpu(verdict: str, expected: bool, *checks: probe_gpu.Check) -> probe_gpu.Gpu
     return probe_gpu.Gpu("a GPU", "sm_90", 1.0, None, recipes, expected, [*checks])
 
 
-GOOD = probe_gpu.Check("e4m3 @ e4m3", 1.7e-3, 1000.0)
-WRONG = probe_gpu.Check("e4m3 @ e4m3", float("nan"), 1000.0)
+GOOD = probe_gpu.Check("tensorwise", "y", "e4m3 @ e4m3", 1.7e-3, 1000.0)
+WRONG = probe_gpu.Check("tensorwise", "dx", "e5m2 @ e4m3", float("nan"), 1000.0)
+FAILED = probe_gpu.Check("tensorwise", "layer", "", failure="status 15")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +95,7 @@ WRONG = probe_gpu.Check("e4m3 @ e4m3", float("nan"), 1000.0)
         (report(gpu("refused", False)), 1),
         (report(gpu("refused", True)), 2),  # FP8 hardware, no extension
         (report(gpu("native", True, GOOD, WRONG)), 2),
-        (report(gpu("native", True, probe_gpu.Check("e4m3", failure="status 15"))), 2),
+        (report(gpu("native", True, FAILED)), 2),
         (report(emulation="is wrong"), 2),
     ],
 )
@@ -91,12 +104,119 @@ def test_exit_codes(found: probe_gpu.Report, code: int) -> None:
 
 
 def test_the_table_is_aligned_and_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(gpu("native", True, GOOD, WRONG))
+    found = report(gpu("native", True, GOOD, WRONG, FAILED))
     found.toolchain_missing, found.exit_code = "no nvcc\nsecond line", 2
     probe_gpu.print_table(found)
     lines = capsys.readouterr().out.splitlines()
     assert "BROKEN: see above." in lines
     assert any("error 1.7e-03: ok" in line for line in lines)
-    assert any("error nan: WRONG" in line for line in lines)
+    assert any("error nan: WRONG, want at most 0.005" in line for line in lines)
+    below = lines.index("  tensorwise         native: a reason") + 1
+    assert [line.split()[0] for line in lines[below : below + 3]] == ["y", "dx", "layer"]
+    assert lines[below + 2].endswith("FAILED: status 15")
     (first,) = {line.index("no nvcc") for line in lines if "no nvcc" in line}
     assert next(line for line in lines if "second line" in line).index("second line") == first
+
+
+# ------------------------------------------------------------------------------- recipe by recipe
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Let the GEMMs be small ones on the CPU, and not be timed."""
+    monkeypatch.setattr(probe_gpu, "SHAPE", (384, 256, 320))
+    monkeypatch.setattr(probe_gpu, "median_seconds", lambda call: 1.0)
+    return torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_checked_as_a_layer_and_gemm_by_gemm(name: str, small: torch.device) -> None:
+    checks = probe_gpu.check_recipe(small, name)
+    wanted = [gemm for gemm in ("layer", "y", "dx", "dw") if (name, gemm) != NO_FP8]
+    assert [(check.recipe, check.gemm) for check in checks] == [(name, gemm) for gemm in wanted]
+    assert all(check.ok for check in checks)
+    dx = "e4m3 @ e4m3" if name in FINE else "e5m2 @ e4m3"
+    assert [check.formats for check in checks[:3]] == ["", "e4m3 @ e4m3", dx]
+    layer, *gemms = (check.error for check in checks)
+    assert 0.03 < layer < 0.06  # measured 0.036 to 0.057
+    assert max(gemms) < 2e-3  # measured 1.4e-3 to 1.8e-3
+
+
+@pytest.mark.parametrize("name", FINE)
+@pytest.mark.parametrize("operand", [2, 3])  # the scales of a, of b
+def test_scales_in_the_wrong_place_are_wrong_in_every_gemm(
+    name: str, operand: int, small: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gemm_nt = ops.gemm_nt
+
+    def misplaced(*args: object, **options: object) -> torch.Tensor:
+        args = [*args]
+        scale_inv = args[operand]
+        # Not by flipping alone: folded, a GEMM has a vector of ones.
+        args[operand] = scale_inv.roll(1, -1) if scale_inv.unique().numel() > 1 else scale_inv * 2
+        return gemm_nt(*args, **options)
+
+    monkeypatch.setattr(ops, "gemm_nt", misplaced)
+    assert not any(check.ok for check in probe_gpu.check_recipe(small, name))
+
+
+def test_what_raises_is_a_failed_check_of_its_recipe(
+    small: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise RuntimeError("status 15\nand more")
+
+    monkeypatch.setattr(ops, "quantize_blockwise", broken)
+    (check,) = probe_gpu.check_recipe(small, "blockwise")
+    assert (check.recipe, check.failure, check.ok) == ("blockwise", "status 15", False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cublaslt", "native"),
+    [
+        ((9, 0), 130100, ("tensorwise", *FINE)),
+        ((9, 0), 120800, ("tensorwise",)),  # cuBLASLt 12.8 lacks the other scales
+        ((10, 0), 130100, ("tensorwise",)),
+        ((8, 0), 130100, ()),
+    ],
+)
+def test_every_recipe_has_its_own_verdict(
+    capability: tuple[int, int], cublaslt: int, native: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def support(where: torch.device, recipe: str = "tensorwise") -> device.Support:
+        return device.capability_support("a GPU", capability, recipe)
+
+    monkeypatch.setattr(device, "support", support)
+    monkeypatch.setattr(build, "ensure", lambda: None)
+    monkeypatch.setattr(ops, "_loaded_cublaslt", lambda: cublaslt)
+    found = {
+        name: probe_gpu.verdict_on(torch.device("cuda", 0), name) for name in ("tensorwise", *FINE)
+    }
+    assert tuple(n for n in found if found[n]["verdict"] == "native") == native
+    for name in set(found) - set(native):
+        wanted = "torch has loaded 120800" if cublaslt < 120900 else f"{capability[0]}.0"
+        assert wanted in found[name]["reason"]
+    monkeypatch.setattr(build, "ensure", lambda: "no compiler")
+    assert probe_gpu.verdict_on(torch.device("cuda", 0), "tensorwise")["verdict"] == "refused"
+
+
+def test_gpus_that_torch_cannot_use_have_a_verdict_for_every_recipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "gpus", lambda: (device.Gpu("Ada", (8, 9), 1 << 30, "1"),))
+    (gpu,) = probe_gpu.unseen_gpus()
+    assert {found["verdict"] for found in gpu.recipes.values()} == {"refused"}
+    assert "CUDA" in gpu.recipes["tensorwise"]["reason"]
+    assert "9.0 (Hopper) alone" in gpu.recipes["blockwise"]["reason"]
+
+
+def test_emulation_that_is_wrong_names_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantise = ops.quantize_blockwise
+
+    def halved(*args: object, **options: object) -> ops.Quantized:
+        q = quantise(*args, **options)
+        return q._replace(scale_inv=q.scale_inv / 2)
+
+    monkeypatch.setattr(ops, "quantize_blockwise", halved)
+    assert probe_gpu.check_emulation().startswith("is wrong: recipe 'blockwise' has a relative")

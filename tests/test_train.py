@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fp8lt
+from fp8lt.recipe import NAMES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import gpt
@@ -71,6 +72,42 @@ def test_the_seed_alone_decides_the_losses(capsys: pytest.CaptureFixture[str]) -
     assert runs[0]["train_losses"] != runs[2]["train_losses"]
 
 
+def test_every_recipe_trains_and_can_be_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, *others = NAMES
+    flags = ["--recipe", first, "--compare", *others, "--plot", str(tmp_path / "train.png")]
+    runs = run_main(capsys, "--steps", "12", *flags)["runs"]
+    assert [run["recipe"] for run in runs] == list(NAMES)
+    assert {run["fp8_layers"] for run in runs} == {4}
+    ends = [run["val_loss_end"] for run in runs]
+    assert max(ends) - min(ends) < 0.05  # measured 0.003
+    assert max(ends) < GUESSING - 0.5  # measured -1.4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_converting_gives_the_layers_the_recipe(name: str) -> None:
+    model = gpt.GPT(32, 1, 2, 16)
+    train.convert(model, name, fp8_head=True)
+    assert {m.recipe.name for m in model.modules() if isinstance(m, fp8lt.Linear)} == {name}
+
+
+def test_a_recipe_that_the_device_lacks_is_refused_before_the_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lacks(where: torch.device, emulated: bool = False, recipe: str = "tensorwise") -> bool:
+        if recipe == "blockwise":
+            raise RuntimeError("fp8lt: no native FP8 for tensors on cuda: why\nWhat to set.")
+        return False
+
+    monkeypatch.setattr(fp8lt.ops, "backend", lacks)
+    with pytest.raises(SystemExit, match="2"):
+        train.main([*TINY, "--compare", "rowwise", "blockwise"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("argument --compare: blockwise: fp8lt: no native FP8 for tensors on "
+                         "cuda: why")  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
@@ -83,7 +120,8 @@ def test_the_seed_alone_decides_the_losses(capsys: pytest.CaptureFixture[str]) -
         ("--seq 100000", "argument --seq: got 100000, want below"),
         ("--data missing.txt", "missing.txt"),
         ("--data empty.txt", "argument --data: got 0 bytes in empty.txt, want at least 20"),
-        ("--recipe nonsense", "argument --recipe: recipe: want one of"),
+        ("--recipe nonsense", "argument --recipe: recipe: want one of tensorwise, "),
+        ("--recipe nonsense", "got 'nonsense'; or bf16"),
         ("--compare nonsense", "argument --compare: recipe: want one of"),
         ("--json nowhere/run.json", "argument --json: got nowhere/run.json, want a file in"),
         ("--plot curves.txt", "argument --plot: got curves.txt, want a .png, .svg or .pdf"),

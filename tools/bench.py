@@ -4,10 +4,10 @@
     python tools/bench.py all --json FILE --plot FILE
     python tools/bench.py layer --shapes 4096x4096x4096 --contenders fp8lt te-delayed
 
-Modes: layer (forward, and with backward), quantize (against the floors of one and two reads), gemm
-(the layer's GEMMs by themselves), host (wall time per call at small shapes), decode (inference of
-few tokens with a quantised weight), model (four Llama-like blocks, eager and compiled, and peak
-memory), all.
+Modes: layer (forward, and with backward), quantize (that of every recipe, against the floors of one
+and two reads), gemm (the layer's GEMMs by themselves), host (wall time per call at small shapes),
+decode (inference of few tokens with a quantised weight), model (four Llama-like blocks, eager and
+compiled, and peak memory), all. fp8lt's contenders are its recipes, and `fp8lt` is tensorwise.
 
 Peers that are not installed are listed as missing; one that raises is listed as failed with the
 reason; one whose results are not close to float64 is marked WRONG and not timed. How it is
@@ -145,7 +145,11 @@ def start(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
             "input_sets": bench_linear.INPUT_SETS,
             "autotune": args.autotune,
             "ratio": "median over rounds of time of bf16 / time; in host: time / time of bf16",
-            "bounds": {"fp8": bench_linear.BOUNDS, "bf16": bench_linear.BOUNDS_BF16},
+            "bounds": {
+                "tensorwise": bench_linear.BOUNDS,
+                "finer scales": bench_linear.BOUNDS_E4M3,
+                "bf16": bench_linear.BOUNDS_BF16,
+            },
         },
         "modes": {},
     }

@@ -15,6 +15,9 @@ REFERENCE = "bf16"
 AUTOTUNED = "-autotuned"  # how the names of contenders end that need --autotune
 RUNS = 5  # timed runs of a contender in one round
 
+# What the names of contenders contain whose scales are finer than a tensor's.
+FINER = {"rowwise": "rowwise", "block": "blockwise"}
+
 Row = dict[str, Any]  # one measurement; what is in it: `make_row`
 Result = dict[str, Any]  # one mode: rows, the missing contenders, and what only it has
 
@@ -28,6 +31,11 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         return "x".join(map(str, self))
+
+
+def family(contender: str) -> str:
+    """Return what shares a scale: "tensorwise", "rowwise" or "blockwise"."""
+    return next((kind for part, kind in FINER.items() if part in contender), "tensorwise")
 
 
 @dataclass

@@ -12,16 +12,28 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from bench_core import REFERENCE, RUNS, Bench, Row, Shape, add_ratios, make_row
+from bench_core import REFERENCE, RUNS, Bench, Row, Shape, add_ratios, family, make_row
 from bench_peers import Contender, Layer
 from bench_timing import Entry, How, reason, relative_error, run_rounds, wrong
 from torch import Tensor
 
 INPUT_SETS = 3  # no contender meets the same tensors twice in a row
 WARM_UP = 3  # a multiple of INPUT_SETS; TransformerEngine's delayed scales need some steps, too
-# One e4m3 operand has an error of 0.027 on normal data, one e5m2 operand (dy) 0.053.
+# One e4m3 operand has an error of 0.027 on such data, one e5m2 operand (dy) 0.053.
 BOUNDS = {"y": 0.06, "dx": 0.09, "dw": 0.09}
+# All e4m3: 0.035 to 0.038 on a CPU, up to 0.042 at tiny shapes. A grid of 128x128 scales of w in
+# the wrong order gives 0.09, rows or blocks of 1x128 in the wrong order 0.2 and more.
+BOUNDS_E4M3 = dict.fromkeys(BOUNDS, 0.05)
 BOUNDS_BF16 = dict.fromkeys(BOUNDS, 0.01)
+
+
+def bounds_of(contender: str) -> dict[str, float]:
+    """Return the largest errors that a contender may have."""
+    if contender == REFERENCE:
+        return BOUNDS_BF16
+    if family(contender) == "tensorwise":
+        return BOUNDS
+    return BOUNDS_E4M3 | ({"dw": BOUNDS_BF16["dw"]} if "gw_hp" in contender else {})
 
 
 class Phase(NamedTuple):
@@ -32,19 +44,30 @@ class Phase(NamedTuple):
     how: How
 
 
+def normal(rows: int, cols: int, draw: torch.Generator) -> Tensor:
+    """Return normal numbers, f32, every third row and every fifth column doubled.
+
+    Rows of normal numbers alone have much the same amax, and often the same power of two as scale:
+    one in another's place would not be seen.
+    """
+    x = torch.randn(rows, cols, generator=draw, device=draw.device)
+    x[::3] *= 2
+    x[:, ::5] *= 2
+    return x
+
+
 class Case:
     """One shape: inputs, weight, and what float64 makes of them."""
 
     def __init__(self, shape: Shape, device: torch.device, backward: bool) -> None:
         self.shape, self.backward = shape, backward
         draw = torch.Generator(device).manual_seed(0)
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(*size, generator=draw, device=device).bfloat16()
-
-        self.w = normal(shape.n, shape.k) / math.sqrt(shape.k)
+        self.w = normal(shape.n, shape.k, draw).bfloat16() / math.sqrt(shape.k)
         self.sets = [
-            (normal(shape.m, shape.k).requires_grad_(backward), normal(shape.m, shape.n))
+            (
+                normal(shape.m, shape.k, draw).bfloat16().requires_grad_(backward),
+                normal(shape.m, shape.n, draw).bfloat16(),
+            )
             for _ in range(INPUT_SETS)
         ]
         x, dy = (t.detach().double() for t in self.sets[0])
@@ -105,7 +128,7 @@ class Prepared:
 def prepare(contender: Contender, case: Case) -> Prepared:
     """Build, warm up, check. Never raises for what the contender does."""
     made = Prepared(contender.name)
-    bounds = BOUNDS_BF16 if contender.name == REFERENCE else BOUNDS
+    bounds = bounds_of(contender.name)
     for backward in (False, True)[: 1 + case.backward]:
         try:
             if made.layer is None:

@@ -5,28 +5,22 @@
     gemm      the layer's GEMMs by themselves, fp8lt's choice of kernels against others
     host      wall time of asynchronous calls, at shapes too small for the GPU's time to count
     decode    forward without gradients of the inference contenders, also with the host hidden
-    quantize  fp8lt's quantise into both layouts against the floors of one and two reads
+    quantize  fp8lt's quantise of every recipe against the floors of one and two reads
 
 Forward in `layer` and `host` is training's: it keeps what backward needs.
 """
 
-import itertools
-import statistics
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import bench_gemm
-import torch
-from bench_core import RUNS, Bench, Result, Row, Shape, make_row
-from bench_linear import INPUT_SETS, Case, Phase, measure_case
+import bench_quantize
+from bench_core import Bench, Result, Row, Shape, make_row
+from bench_linear import Case, Phase, measure_case
 from bench_parts import part_row, parts_of
 from bench_peers import INFERENCE, TRAINING, Contender
-from bench_timing import Entry, ratios, reason, relative_error, run_rounds, wrong
-from torch import Tensor
+from bench_timing import reason
 
 FORWARD, BOTH, HIDDEN = "fwd", "fwd+bwd", "fwd, host hidden"
-COPY_BYTES = 512 << 20  # large enough for the copy's start and end not to count
 
 
 def shapes(text: str) -> list[Shape]:
@@ -99,80 +93,10 @@ def host(bench: Bench) -> Result:
     return linear_mode(bench, "host", TRAINING, phases)
 
 
+def quantize(bench: Bench) -> Result:
+    return bench_quantize.quantize(bench, shapes_of("quantize", bench))
+
+
 def decode(bench: Bench) -> Result:
     phases = [Phase(FORWARD, False, "layer"), Phase(HIDDEN, False, "device")]
     return linear_mode(bench, "decode", INFERENCE, phases)
-
-
-# ---------------------------------------------------------------------------------- quantise alone
-
-
-def quantize(bench: Bench) -> Result:
-    """Time fp8lt's quantise, and a copy in the same rounds that tells the floors."""
-    contenders, lost = bench.choose([c for c in TRAINING if c.name == "fp8lt"])
-    if not contenders:
-        return {"rows": [], "missing": lost}
-    sizes = [(s.m, s.k, torch.bfloat16) for s in shapes_of("quantize", bench)]
-    sizes.append((*sizes[0][:2], torch.float32))
-    bench.expect(2 * len(sizes))
-    on_gpu = bench.device.type == "cuda"
-    source = torch.randn((COPY_BYTES if on_gpu else 1 << 16) // 4, device=bench.device)
-    target = torch.empty_like(source)
-    rows = []
-    for size in sizes:
-        bench.say(f"{size[0]}x{size[1]}")
-        copy = Entry("copy", partial(bench.timer.measure, lambda: target.copy_(source), "device",
-                                     RUNS))  # fmt: skip
-        rows.append(quantize_case(bench, *size, copy, 2 * source.nbytes))
-    return {"rows": rows, "missing": lost}
-
-
-def quantize_case(
-    bench: Bench, rows: int, cols: int, dtype: torch.dtype, copy: Entry, copy_bytes: int
-) -> Row:
-    """Check and time one matrix; ratios are times over the floors of the same round."""
-    name = f"{rows}x{cols} {str(dtype).removeprefix('torch.')}"
-    failure, errors = None, {}
-    quantise = Entry("fp8lt", bool)
-    try:
-        sets = [torch.randn(rows, cols, device=bench.device).to(dtype) for _ in range(INPUT_SETS)]
-        errors, call = check_quantise(sets)
-        quantise.measure = partial(bench.timer.measure, call, "device", RUNS)
-        run_rounds([quantise, copy], bench.rounds, bench.tick)
-        failure = quantise.failure or copy.failure
-    except Exception as error:  # whatever the operator throws
-        failure = reason(error)
-    bounds = {"data": 0.06, "data_t": 0.0}
-    row = make_row(name, "both layouts", "fp8lt", errors, quantise.rounds_us,
-                   failure=failure, wrong=wrong(errors, bounds))  # fmt: skip
-    if row["status"] == "ok":
-        add_floors(row, rows * cols, dtype.itemsize, [copy_bytes / us for us in copy.rounds_us])
-    return row
-
-
-def check_quantise(sets: Sequence[Tensor]) -> tuple[dict[str, float], Callable[[], Any]]:
-    from fp8lt import device, ops
-
-    x, (rows, cols) = sets[0], sets[0].shape
-    e4m3 = device.formats(x.device).e4m3
-    q = ops.quantize_tensorwise(x, e4m3)
-    data = q.data.float()
-    errors = {
-        "data": relative_error(x, data[:rows, :cols] * q.scale_inv.flatten()[0]),
-        "data_t": relative_error(data, q.data_t.float().t()),
-    }
-    inputs = itertools.cycle(sets)
-    return errors, lambda: ops.quantize_tensorwise(next(inputs), e4m3)
-
-
-def add_floors(row: Row, elements: int, item_bytes: int, bandwidths: Sequence[float]) -> None:
-    """Add what one and two reads and one write of both layouts take at a copy's bytes per us."""
-    for name, reads in (("one_read", 1), ("two_reads", 2)):
-        size = elements * (reads * item_bytes + 2)
-        floors = [size / bandwidth for bandwidth in bandwidths]
-        row[f"{name}_us"] = statistics.median(floors)
-        row[f"over_{name}_rounds"] = ratios(row["rounds_us"], floors)
-        row[f"over_{name}"] = statistics.median(row[f"over_{name}_rounds"])
-    row["copy_gb_per_s"] = statistics.median(bandwidths) / 1e3
-    # What the kernel must move at least, once each, over its time.
-    row["gb_per_s"] = elements * (item_bytes + 2) / row["us"] / 1e3

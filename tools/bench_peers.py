@@ -113,7 +113,7 @@ def fp8lt_reused(w: Tensor) -> Layer:
     w_quantized = fp8lt.quantize_weight(weight)
     return Layer(
         lambda x: fp8lt.linear(x, weight, w_quantized=w_quantized), weight,
-        held_bytes=sum(t.nbytes for t in w_quantized),
+        held_bytes=sum(t.nbytes for t in w_quantized if isinstance(t, Tensor)),
     )  # fmt: skip
 
 

@@ -1,9 +1,12 @@
-"""The benchmark's plot: speed-up over bf16 for every peer, and where fp8lt's time goes."""
+"""The benchmark's plot: speed-up over bf16 for every peer, and where fp8lt's time goes.
+
+A panel has the contenders of similar scales: one per tensor, and finer ones where these ran.
+"""
 
 from pathlib import Path
 from typing import Any
 
-from bench_core import Result, Row
+from bench_core import Result, Row, family
 from bench_report import unique
 
 PARTS = {
@@ -22,12 +25,23 @@ COLOURS = {
     "te-delayed": "#542788", "te-current": "#8073ac", "te-block": "#c5b0d5",
 }  # fmt: skip
 GROUP = 0.85  # of the distance between two shapes, filled with bars
+BESIDE: dict[str, Any] = {
+    "loc": "center left", "bbox_to_anchor": (1.01, 0.5), "frameon": False, "fontsize": 8,
+    "title_fontsize": 8, "alignment": "left",
+}  # fmt: skip
 
 
-def speedups(axis: Any, rows: list[Row]) -> None:
-    """Draw grouped bars of forward + backward, one group a shape."""
+def panels(rows: list[Row]) -> dict[str, list[Row]]:
+    """Return what each panel of speed-ups shows, by its label: forward + backward."""
     rows = [row for row in rows if row["phase"] == "fwd+bwd" and row["contender"] != "bf16"]
-    cases = unique(row["case"] for row in rows)
+    coarse = [row for row in rows if family(row["contender"]) == "tensorwise"]
+    fine = [row for row in rows if row not in coarse and row["ratio"] is not None]
+    found = {"a scale per tensor": coarse, "a scale per row or block": fine}
+    return {label: some for label, some in found.items() if some} or {"": []}
+
+
+def speedups(axis: Any, rows: list[Row], cases: list[str], label: str) -> None:
+    """Draw grouped bars, one group a shape."""
     names = unique(row["contender"] for row in rows if row["ratio"] is not None)
     width = GROUP / max(len(names), 1)
     for index, name in enumerate(names):
@@ -40,9 +54,10 @@ def speedups(axis: Any, rows: list[Row]) -> None:
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.2}
         axis.bar_label(bars, labels, fontsize=7, rotation=90, padding=2, bbox=box)
     axis.axhline(1, color="0.2", linewidth=1, linestyle="--", label="bf16", zorder=0)
-    axis.margins(x=0.02, y=0.12)
+    axis.set_xlim(-0.55, len(cases) - 0.45)
+    axis.margins(y=0.15)  # room for the numbers on the bars
     axis.set_ylabel("speed-up over bf16")
-    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
+    axis.legend(title=label, **BESIDE)
 
 
 def shares(axis: Any, parts: list[Row], cases: list[str]) -> None:
@@ -63,7 +78,7 @@ def shares(axis: Any, parts: list[Row], cases: list[str]) -> None:
     axis.set_ylim(0, 100)
     axis.set_xlabel("tokens x in x out")
     axis.set_ylabel("% of fp8lt's fwd+bwd")
-    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
+    axis.legend(**BESIDE)
 
 
 def plot(layer: Result, device: str, path: Path) -> None:
@@ -73,12 +88,15 @@ def plot(layer: Result, device: str, path: Path) -> None:
     matplotlib.use("Agg")  # a file is wanted, no window
     from matplotlib import pyplot as plt
 
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(13, 8), sharex=True, height_ratios=[3, 2], layout="constrained"
-    )
-    top.set_title(f"One linear layer, forward + backward, on {device}")
-    speedups(top, layer["rows"])
-    cases = unique(row["case"] for row in layer["rows"])
+    cases, shown = unique(row["case"] for row in layer["rows"]), panels(layer["rows"])
+    heights = [3] * len(shown) + [2]
+    figure, (*tops, bottom) = plt.subplots(
+        len(heights), 1, figsize=(13, 1.6 * sum(heights)), sharex=True, height_ratios=heights,
+        layout="constrained",
+    )  # fmt: skip
+    tops[0].set_title(f"One linear layer, forward + backward, on {device}")
+    for axis, (label, rows) in zip(tops, shown.items(), strict=True):
+        speedups(axis, rows, cases, label)
     shares(bottom, layer.get("parts", []), cases)
     bottom.set_xticks(range(len(cases)), cases)
     figure.savefig(path, dpi=120)

@@ -93,22 +93,22 @@ def largest_error(rows: Sequence[Row | None], name: str) -> str:
 
 def quantize_table(rows: list[Row]) -> list[str]:
     head = (
-        "quantise", "us", "GB/s", "one-read floor us", "over it", "two-read floor us", "over it",
-        "copy GB/s", "err",
+        "quantise", "matrix", "us", "GB/s", "one-read floor us", "over it",
+        "two-read floor us", "over it", "copy GB/s", "err",
     )  # fmt: skip
     table: list[Sequence[str]] = [head]
     for row in rows:
         error = f"{row['errors'].get('data', float('nan')):.2g}"
         if row["status"] != "ok":
-            table.append((row["case"], row["status"].upper(), *["-"] * 6, error))
+            table.append((row["phase"], row["case"], row["status"].upper(), *["-"] * 6, error))
             continue
         table.append((
-            row["case"], f"{row['us']:.1f}", f"{row['gb_per_s']:,.0f}",
+            row["phase"], row["case"], f"{row['us']:.1f}", f"{row['gb_per_s']:,.0f}",
             f"{row['one_read_us']:.1f}", f"{row['over_one_read']:.2f}x",
             f"{row['two_reads_us']:.1f}", f"{row['over_two_reads']:.2f}x",
             f"{row['copy_gb_per_s']:,.0f}", error,
         ))  # fmt: skip
-    return aligned(table)
+    return aligned(table, left=2)
 
 
 def parts_table(parts: list[Row]) -> list[str]:

@@ -6,7 +6,7 @@ Ratios are to eager bf16 `F.linear` in the same run unless the line says otherwi
 from collections.abc import Callable
 from typing import Any
 
-from bench_core import Result, Row
+from bench_core import Result, Row, family
 
 DYNAMIC_EXCEPT = ("te-delayed",)  # every other peer takes its scales from the tensor at hand
 OURS = ("fp8lt", "bf16", "first heuristic")  # how the names begin that are no peers
@@ -18,6 +18,8 @@ TARGETS: dict[str, dict[tuple[str, str, str], float]] = {
         ("8192x4096x14336", "fwd+bwd", "fp8lt"): 1.62,
         ("8192x14336x4096", "fwd+bwd", "fp8lt"): 1.62,
         ("16384x1536x6144", "fwd+bwd", "fp8lt"): 1.35,
+        ("8192x4096x4096", "fwd+bwd", "fp8lt-rowwise"): 1.40,
+        ("8192x4096x4096", "fwd+bwd", "fp8lt-blockwise"): 1.30,
         ("512x4096x4096", "fwd+bwd", "fp8lt"): 0.75,
         ("512x4096x4096", "fwd+bwd", "fp8lt-reused"): 0.9,
     },
@@ -47,6 +49,15 @@ def is_peer(row: Row) -> bool:
     return not row["contender"].startswith(OURS)
 
 
+def rival_of(contender: str) -> Callable[[Row], bool]:
+    """Return what accepts the peers of one of ours: of the same recipe, if its scales are finer.
+
+    Tensorwise has the smallest claim to accuracy: it is compared with every peer.
+    """
+    kind = family(contender)
+    return lambda row: is_peer(row) and kind in ("tensorwise", family(row["contender"]))
+
+
 def best(rows: list[Row], less: bool, accept: Callable[[Row], bool]) -> Row | None:
     """Return the row with the best ratio among those accepted."""
     measured = [row for row in rows if row["ratio"] is not None and accept(row)]
@@ -70,8 +81,9 @@ def judge(mode: str, result: Result) -> list[dict[str, Any]]:
         if ours is None:
             continue
         found = verdict(f"{name} {case} {phase}", target, ours["ratio"], less)
+        near = [row for row in near if rival_of(name)(row)]
         peer = best(near, less, is_peer)
-        dynamic = best(near, less, lambda r: is_peer(r) and r["contender"] not in DYNAMIC_EXCEPT)
+        dynamic = best(near, less, lambda row: row["contender"] not in DYNAMIC_EXCEPT)
         for key, row in (("best_peer", peer), ("best_dynamic_peer", dynamic)):
             found[key] = row and {"contender": row["contender"], "ratio": row["ratio"]}
         verdicts.append(found)
@@ -105,7 +117,8 @@ def judge_others(mode: str, result: Result) -> list[dict[str, Any]]:
         if mode == "gemm" and row["contender"] == "fp8lt":
             what = f"{row['phase']} {row['case']} over the first heuristic"
             found.append(verdict(what, NO_WORSE, row["ratio"], less=False))
-        if mode == "quantize" and row["case"] in OVER_TWO_READS:
+        tensorwise = mode == "quantize" and row["phase"] == "tensorwise"
+        if tensorwise and row["case"] in OVER_TWO_READS:
             what, over = f"over two reads {row['case']}", row.get("over_two_reads")
             found.append(verdict(what, OVER_TWO_READS[row["case"]], over, less=True))
         if mode == "model" and row["contender"].startswith("fp8lt") and row["peak_bytes"]:

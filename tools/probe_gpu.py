@@ -15,33 +15,43 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from oracle import spread, undone
 from provenance import provenance
+from torch import Tensor
 
 import fp8lt
 from fp8lt import build, device, ops, recipe, settings, toolchain
+from fp8lt.ops import Quantized
+from fp8lt.recipe import BlockScaling, Recipe, RowwiseScaling
 
 SHAPE = (8192, 4096, 4096)  # M, N, K: a projection of an 8B model over 8192 tokens
 BOUND = 5e-3  # relative error; bf16 results of exact products have 1.7e-3
+LAYER = (272, 200, 300)  # M, N, K of a whole layer: several blocks, none of them full
+BOUND_LAYER = 0.09  # against float64 on x, w and dy themselves; up to 0.061 on a CPU
 RUNS, WARM_UP = 20, 5
 
 
 @dataclass
 class Check:
-    """One FP8 GEMM, compared with float64 on the same FP8 operands."""
+    """One FP8 GEMM of a recipe, against float64 on the same FP8 operands; or its whole layer."""
 
+    recipe: str
+    gemm: str  # y, dx or dw; or layer
     formats: str
     error: float | None = None
     tflops: float | None = None
     failure: str | None = None
+    bound: float = BOUND
 
     @property
     def ok(self) -> bool:
         """Whether it ran and is right; NaN is not."""
-        return self.failure is None and self.error is not None and self.error <= BOUND
+        return self.failure is None and self.error is not None and self.error <= self.bound
 
 
 @dataclass
@@ -126,22 +136,27 @@ def describe(index: int) -> Gpu:
     """Describe and check the GPU that torch calls cuda:`index`."""
     where = torch.device("cuda", index)
     properties = torch.cuda.get_device_properties(where)
-    support = device.support(where)
-    expected = support.native and settings.read().build != "off"
-    verdict, reason = "refused", support.reason
-    if support.native:
-        failure = build.ensure()
-        verdict, reason = ("native", reason) if failure is None else ("refused", failure)
+    expected = device.support(where).native and settings.read().build != "off"
+    recipes = {name: verdict_on(where, name) for name in recipe.NAMES}
+    native = [name for name, found in recipes.items() if found["verdict"] == "native"]
     architecture = device.amd_architecture(where) or f"sm_{properties.major}{properties.minor}"
     return Gpu(
         name=properties.name,
         architecture=architecture,
         memory_gib=round(properties.total_memory / 2**30, 1),
         driver=driver_version(),
-        recipes={name: {"verdict": verdict, "reason": reason} for name in recipe.NAMES},
+        recipes=recipes,
         expected=expected,
-        checks=check_gemms(where) if verdict == "native" else [],
+        checks=[check for name in native for check in check_recipe(where, name)],
     )
+
+
+def verdict_on(where: torch.device, name: str) -> dict[str, str]:
+    """Say whether a recipe runs natively there, or what is lacking: GPU, extension, cuBLASLt."""
+    refusal = ops._why_not_native(where, name)
+    if refusal is not None:
+        return {"verdict": "refused", "reason": refusal}
+    return {"verdict": "native", "reason": device.support(where, name).reason}
 
 
 def unseen_gpus() -> list[Gpu]:
@@ -150,51 +165,131 @@ def unseen_gpus() -> list[Gpu]:
     why = "hidden from CUDA (CUDA_VISIBLE_DEVICES)" if hidden else "this torch has no CUDA"
     gpus = []
     for gpu in device.gpus():
-        support = device.capability_support(gpu.name, gpu.capability)
-        reason = why if support.native else support.reason
+        supports = {
+            name: device.capability_support(gpu.name, gpu.capability, name) for name in recipe.NAMES
+        }
         gpus.append(
             Gpu(
                 name=gpu.name,
                 architecture=f"sm_{gpu.capability[0]}{gpu.capability[1]}",
                 memory_gib=round(gpu.memory_bytes / 2**30, 1),
                 driver=gpu.driver,
-                recipes={n: {"verdict": "refused", "reason": reason} for n in recipe.NAMES},
-                expected=support.native and not hidden,
+                recipes={
+                    name: {"verdict": "refused", "reason": why if found.native else found.reason}
+                    for name, found in supports.items()
+                },
+                expected=supports["tensorwise"].native and not hidden,
             )
         )
     return gpus
 
 
-def check_gemms(where: torch.device) -> list[Check]:
-    """Run each pair of formats that a layer multiplies."""
-    e4m3, e5m2 = device.formats(where)
-    pairs = {"e4m3 @ e4m3 (y)": (e4m3, e4m3), "e5m2 @ e4m3 (dx, dw)": (e5m2, e4m3)}
-    return [check_gemm(where, name, *pair) for name, pair in pairs.items()]
+class Operand(NamedTuple):
+    """One factor of a GEMM, K-major."""
+
+    data: Tensor
+    scale_inv: Tensor
+    scaling: int
+
+
+def check_recipe(where: torch.device, name: str) -> list[Check]:
+    """Run a layer by a recipe, then each of its FP8 GEMMs, large, on what it quantises."""
+    chosen, layer = recipe.resolve(name), Check(name, "layer", "", bound=BOUND_LAYER)
+    try:
+        layer.error = layer_error(where, name)
+        factors = gemms_of(chosen, where)
+    except RuntimeError as failure:
+        layer.failure = str(failure).splitlines()[0]
+        return [layer]
+    m, n, k = SHAPE
+    sizes = {"y": (m, n), "dx": (m, k), "dw": (n, k)}
+    fast = {
+        "y": chosen.fast_accum_output,
+        "dx": chosen.fast_accum_grad_input,
+        "dw": chosen.fast_accum_grad_weight,
+    }
+    return [layer] + [
+        check_gemm(name, gemm, *pair, *sizes[gemm], fast[gemm]) for gemm, pair in factors.items()
+    ]
+
+
+def layer_error(where: torch.device, name: str) -> float:
+    """Return the largest relative error of y, dx and dw; NaN if there is one."""
+    m, n, k = LAYER
+    x, w, dy = (spread(*size, where, i) for i, size in enumerate(((m, k), (n, k), (m, n))))
+    layer = fp8lt.Linear(k, n, bias=False, device=where, dtype=w.dtype, recipe=name)
+    layer.weight.data.copy_(w)
+    y = layer(x.requires_grad_())
+    got = (y.detach(), *torch.autograd.grad(y, (x, layer.weight), dy))
+    x, w, dy = (t.detach().double() for t in (x, w, dy))
+    pairs = zip(got, (x @ w.t(), dy @ w, dy.t() @ x), strict=True)
+    return torch.stack([(g.double() - want).norm() / want.norm() for g, want in pairs]).max().item()
+
+
+def quantised(chosen: Recipe, where: torch.device) -> tuple[Quantized, Quantized, Quantized]:
+    """Return x, w and dy, quantised as a layer does; their rows differ in size."""
+    m, n, k = SHAPE
+    x, w, dy = (spread(*size, where, i) for i, size in enumerate(((m, k), (n, k), (m, n))))
+    formats, power_of_two = device.formats(where), chosen.power_of_two_scales
+    e4m3, of_dy = chosen.forward_dtype(formats), chosen.backward_dtype(formats)
+    if isinstance(chosen, BlockScaling):
+        rows, squares = (partial(ops.quantize_blockwise, square=s) for s in (False, True))
+        return rows(x, e4m3), squares(w, e4m3), rows(dy, of_dy)
+    if not isinstance(chosen, RowwiseScaling):
+        one = ops.quantize_tensorwise
+        return one(x, e4m3), one(w, e4m3), one(dy, of_dy)
+    quantise = partial(ops.quantize_rowwise, power_of_two=power_of_two)
+    xq, wq = (quantise(t, e4m3, folded=chosen.folded) for t in (x, w))
+    folds = {"fold_cols": wq.scale_inv, "fold_rows": xq.scale_inv} if chosen.folded else {}
+    if chosen.high_precision_grad_weight:  # one number for the columns, written out for every one
+        columns = ops.quantize_tensorwise(w, e4m3, row_major=False, power_of_two=power_of_two)
+        wq = wq._replace(data_t=columns.data_t, scale_inv_t=columns.scale_inv_t)
+    return xq, wq, quantise(dy, of_dy, **folds)
+
+
+def gemms_of(chosen: Recipe, where: torch.device) -> dict[str, tuple[Operand, Operand]]:
+    """Return both factors of every FP8 GEMM of a layer."""
+    (x, x_t), (w, w_t), (dy, dy_t) = (
+        # Folded, the columns have scales of one, for every row of the copy.
+        (Operand(q.data, q.scale_inv, q.scaling),
+         Operand(q.data_t, q.scale_inv_t, q.scaling if q.scaling_t is None else q.scaling_t))
+        for q in quantised(chosen, where)
+    )  # fmt: skip
+    found = {"y": (x, w), "dx": (dy, w_t), "dw": (dy_t, x_t)}
+    if isinstance(chosen, RowwiseScaling) and chosen.high_precision_grad_weight:
+        del found["dw"]
+    return found
 
 
 def check_gemm(
-    where: torch.device, formats: str, a_type: torch.dtype, b_type: torch.dtype
+    name: str, gemm: str, a: Operand, b: Operand, rows: int, cols: int, fast: bool
 ) -> Check:
     """Multiply, compare with float64, time."""
-    m, n, k = SHAPE
+    check = Check(name, gemm, f"{format_of(a.data)} @ {format_of(b.data)}")
     try:
-        a = ops.quantize_tensorwise(torch.randn(m, k, device=where), a_type, transposed=False)
-        b = ops.quantize_tensorwise(torch.randn(n, k, device=where), b_type, transposed=False)
 
-        def gemm() -> torch.Tensor:
-            fast = a_type == b_type  # as the layer does: fast accumulation in forward only
-            return ops.gemm_nt(a.data, b.data, a.scale_inv, b.scale_inv, m, n, fast_accum=fast)
+        def multiply() -> Tensor:
+            return ops.gemm_nt(
+                a.data, b.data, a.scale_inv, b.scale_inv, rows, cols, fast_accum=fast,
+                scaling=(a.scaling, b.scaling),
+            )  # fmt: skip
 
-        rows = slice(0, m, 64)  # enough of the float64 product to trust the rest
-        want = (a.data[rows].double() * a.scale_inv[0]) @ (b.data.double() * b.scale_inv[0]).t()
-        error = ((gemm()[rows].double() - want).norm() / want.norm()).item()
-        seconds = median_seconds(gemm)
+        some = slice(0, rows, 64)  # enough of the float64 product to trust the rest
+        want = (undone(*a)[some] @ undone(*b).t())[:, :cols]
+        check.error = ((multiply()[some].double() - want).norm() / want.norm()).item()
+        seconds = median_seconds(multiply)
+        check.tflops = round(2 * rows * cols * a.data.shape[1] / seconds / 1e12, 1)
     except RuntimeError as failure:
-        return Check(formats, failure=str(failure).splitlines()[0])
-    return Check(formats, error, round(2 * m * n * k / seconds / 1e12, 1))
+        check.failure = str(failure).splitlines()[0]
+    return check
 
 
-def median_seconds(call: Callable[[], torch.Tensor]) -> float:
+def format_of(data: Tensor) -> str:
+    """Return "e4m3" or "e5m2"."""
+    return str(data.dtype).removeprefix("torch.float8_")[:4]
+
+
+def median_seconds(call: Callable[[], Tensor]) -> float:
     """Time `call` on the current GPU with events."""
     times = []
     for run in range(WARM_UP + RUNS):
@@ -209,11 +304,12 @@ def median_seconds(call: Callable[[], torch.Tensor]) -> float:
 
 
 def check_emulation() -> str:
-    """Multiply on the CPU; return "works" or what is wrong."""
-    x, w = torch.randn(16, 64), torch.randn(32, 64)
-    want = x.double() @ w.double().t()
-    error = ((fp8lt.linear(x, w).double() - want).norm() / want.norm()).item()
-    return "works" if error < 0.06 else f"is wrong: relative error {error:.2g}"
+    """Run a layer on the CPU by every recipe; return "works" or what is wrong."""
+    for name in recipe.NAMES:
+        error = layer_error(torch.device("cpu"), name)
+        if not error <= BOUND_LAYER:
+            return f"is wrong: recipe {name!r} has a relative error of {error:.2g}"
+    return "works"
 
 
 def find_toolchain() -> tuple[str, str | None]:
@@ -266,8 +362,10 @@ def print_table(report: Report) -> None:
     for index, gpu in enumerate(report.gpus):
         summary = f"{gpu.name}, {gpu.architecture}, {gpu.memory_gib} GiB, driver {gpu.driver}"
         rows.append((f"GPU {index}", summary))
-        rows += [(f"  {name}", f"{r['verdict']}: {r['reason']}") for name, r in gpu.recipes.items()]
-        rows += [(f"  {check.formats}", describe_check(check)) for check in gpu.checks]
+        for name, found in gpu.recipes.items():
+            rows.append((f"  {name}", f"{found['verdict']}: {found['reason']}"))
+            mine = [check for check in gpu.checks if check.recipe == name]
+            rows += [(f"    {c.gemm}  {c.formats}", describe_check(c)) for c in mine]
     if not report.gpus:
         rows.append(("GPU", "none found; CPU tensors run emulated"))
     width = max(len(name) for name, _ in rows) + 2
@@ -283,9 +381,10 @@ def describe_check(check: Check) -> str:
     """Say one check in words."""
     if check.failure is not None:
         return f"FAILED: {check.failure}"
-    m, n, k = SHAPE
-    verdict = "ok" if check.ok else f"WRONG, want at most {BOUND}"
-    return f"{check.tflops} TFLOP/s at {m}x{k}x{n} (MxKxN), error {check.error:.1e}: {verdict}"
+    m, n, k = LAYER if check.gemm == "layer" else SHAPE
+    speed = "" if check.tflops is None else f"{check.tflops} TFLOP/s, "
+    verdict = "ok" if check.ok else f"WRONG, want at most {check.bound}"
+    return f"{speed}{m}x{k}x{n} (MxKxN), error {check.error:.1e}: {verdict}"
 
 
 def version(number: int | None) -> str:

@@ -91,14 +91,15 @@ class TrainingError(RuntimeError):
     """The run cannot go on."""
 
 
-def recipe_config(recipe: str) -> Any:
-    """Return fp8lt's config of that name, or None for bf16; fp8lt alone knows the names."""
+def check_recipe(recipe: str, device: torch.device) -> None:
+    """Raise unless it is bf16 or one of fp8lt's that `device` can run; fp8lt alone knows them."""
     if recipe == BF16:
-        return None
+        return
     # Imported late: the first import may compile an extension, and bf16 does not need it.
-    import fp8lt
+    from fp8lt import ops
+    from fp8lt.recipe import resolve
 
-    return fp8lt.Float8LinearConfig.from_recipe_name(recipe)
+    ops.backend(device, recipe=resolve(recipe).name)
 
 
 def convert(model: nn.Module, recipe: str, fp8_head: bool) -> int:
@@ -109,7 +110,7 @@ def convert(model: nn.Module, recipe: str, fp8_head: bool) -> int:
 
     fp8lt.convert_to_float8_training(
         model,
-        config=recipe_config(recipe),
+        config=recipe,
         module_filter_fn=lambda _, name: fp8_head or name != "head",
     )
     return sum(isinstance(module, fp8lt.Linear) for module in model.modules())
@@ -295,12 +296,15 @@ def check_recipes(args: argparse.Namespace) -> None:
     for flag, recipes in (("--recipe", [args.recipe]), ("--compare", args.compare)):
         for recipe in recipes:
             try:
-                recipe_config(recipe)
+                check_recipe(recipe, torch.device(args.device))
             except ModuleNotFoundError as error:
                 hint = "pip install . or set PYTHONPATH=. in the repository's root"
                 raise ValueError(f"argument {flag}: {error}; {hint}") from error
-            except (ValueError, NotImplementedError) as error:
-                raise ValueError(f"argument {flag}: {error}") from error
+            except ValueError as error:
+                raise ValueError(f"argument {flag}: {error}; or {BF16}") from error
+            except RuntimeError as error:  # the device lacks what the recipe needs
+                lines = str(error).splitlines()
+                raise ValueError(f"argument {flag}: {recipe}: {lines[0]}") from error
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -310,7 +314,9 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     gpu = torch.cuda.is_available()
-    parser.add_argument("--recipe", default="tensorwise", help="an fp8lt recipe, or bf16")
+    parser.add_argument(
+        "--recipe", default="tensorwise", help="bf16, or a recipe of fp8lt: see README's table"
+    )
     parser.add_argument(
         "--compare", nargs="+", default=[], metavar="RECIPE", help="then these, e.g. bf16"
     )
