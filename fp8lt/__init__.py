@@ -6,8 +6,9 @@
 torch.Size([3, 32])
 
 `linear` is the operation, `Linear` the module, `convert_to_float8_training` the way to convert a
-model. Recipes, by name or as objects: "tensorwise" (`DynamicScaling`), "rowwise",
-"rowwise_with_gw_hp", "rowwise_folded" (`RowwiseScaling`), "blockwise" (`BlockScaling`).
+model. Recipes, by name or as objects: "tensorwise" (`DynamicScaling`), "delayed"
+(`DelayedScaling`), "rowwise", "rowwise_with_gw_hp", "rowwise_folded" (`RowwiseScaling`),
+"blockwise" (`BlockScaling`).
 
 CUDA tensors run natively where the GPU has FP8; CPU tensors run emulated, with the same numbers.
 """
@@ -23,14 +24,25 @@ from .config import (
     ScalingType,
 )
 from .linear import linear, quantize_weight
-from .module import Linear, convert_to_float8_training, disable_fp8, reuse_weights, revert
-from .recipe import BlockScaling, DynamicScaling, RowwiseScaling
+from .module import (
+    Linear,
+    convert_to_float8_training,
+    delayed_state_dict,
+    disable_fp8,
+    load_delayed_state_dict,
+    reuse_weights,
+    revert,
+)
+from .recipe import BlockScaling, DelayedScaling, DynamicScaling, RowwiseScaling
+from .state import DelayedState
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockScaling",
     "CastConfig",
+    "DelayedScaling",
+    "DelayedState",
     "DynamicScaling",
     "Float8GemmConfig",
     "Float8LinearConfig",
@@ -41,8 +53,10 @@ __all__ = [
     "ScalingType",
     "autotune",
     "convert_to_float8_training",
+    "delayed_state_dict",
     "disable_fp8",
     "linear",
+    "load_delayed_state_dict",
     "quantize_weight",
     "reuse_weights",
     "revert",

@@ -18,6 +18,7 @@ NATIVE_SINCE = (8, 9)  # Ada: the first with FP8 tensor cores
 # BLK128x128 (a scale per block) on Hopper alone, since 12.9.
 SCALES_ON = (9, 0)
 SCALES_SINCE_CUBLASLT = 120900
+ONE_SCALE = ("tensorwise", "delayed")  # the recipes that need no more than one per tensor
 
 
 class Formats(NamedTuple):
@@ -92,7 +93,7 @@ def capability_support(
     if capability < NATIVE_SINCE:
         need = f"{NATIVE_SINCE[0]}.{NATIVE_SINCE[1]}"
         return Support(False, f"{found}; FP8 needs {need} or newer (Ada, Hopper, Blackwell)")
-    if recipe != "tensorwise" and capability != SCALES_ON:
+    if recipe not in ONE_SCALE and capability != SCALES_ON:
         need = f"{SCALES_ON[0]}.{SCALES_ON[1]} (Hopper)"
         scales = "a scale per block" if recipe == "blockwise" else "a scale per row"
         reason = f"recipe {recipe!r} needs {scales}, which cuBLASLt has for {need} alone"
@@ -102,7 +103,7 @@ def capability_support(
 
 def cublaslt_reason(loaded: int, recipe: str) -> str | None:
     """Return why this version of cuBLASLt (130101 is 13.1.1) cannot run a recipe, or None."""
-    if recipe == "tensorwise" or loaded >= SCALES_SINCE_CUBLASLT:
+    if recipe in ONE_SCALE or loaded >= SCALES_SINCE_CUBLASLT:
         return None
     return (
         f"recipe {recipe!r} needs cuBLASLt {SCALES_SINCE_CUBLASLT} (12.9) or newer; "

@@ -52,14 +52,17 @@ def grid_columns(size: int) -> int:
     return (blocks(size) + 3) // 4 * 4
 
 
-def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
-    """Return `scale = FP8_MAX / max(amax, EPS)`, f32, correctly rounded.
+def scale_from_amax(
+    amax: Tensor, dtype: torch.dtype, power_of_two: bool = False, margin: int = 0
+) -> Tensor:
+    """Return `scale = FP8_MAX / (max(amax, EPS) * 2**margin)`, f32, correctly rounded.
 
     With `power_of_two` it is then rounded down to one, so that scaling is exact.
     """
     # In float32, PyTorch turns `number / tensor` into a reciprocal and a product: off by one bit
     # for some amax. In float64 that does not survive the rounding to float32.
-    scale = (torch.finfo(dtype).max / amax.double().clamp(min=EPS)).float()
+    floored = amax.double().clamp(min=EPS) * 2.0**margin
+    scale = (torch.finfo(dtype).max / floored).float()
     return _floor_to_power_of_two(scale) if power_of_two else scale
 
 
@@ -89,13 +92,40 @@ def quantize_tensorwise(
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantise `x` [R, C] with one scale; see `ops.quantize_tensorwise`."""
-    # amax() keeps a NaN and raises for an empty tensor.
-    amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
-    scale = scale_from_amax(amax, dtype, power_of_two)
-    rows, cols = map(padded, x.shape)
-    q = _pad(saturate_cast(_real(x) * scale, dtype), rows, cols)
-    written_out = scale.reciprocal().repeat(max(rows, cols, PAD))
-    return *_copies(q, row_major, transposed), written_out, _sums(x, sums_dtype)
+    scale = scale_from_amax(_amax(x), dtype, power_of_two)
+    copies, scale_inv = _under_one_scale(x, scale, dtype, row_major, transposed)
+    return *copies, scale_inv, _sums(x, sums_dtype)
+
+
+def quantize_delayed(
+    x: Tensor,
+    dtype: torch.dtype,
+    row_major: bool,
+    transposed: bool,
+    state: Tensor,
+    margin: int,
+    most_recent: bool,
+    record: bool,
+    sums_dtype: torch.dtype | None = None,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantise `x` [R, C] with one scale from `state`, in place; see `ops.quantize_delayed`."""
+    amax, (ring, position, recorded) = _amax(x), state.split((state.shape[0] - 2, 1, 1))
+    length = ring.shape[0]
+    past = ring[((position - 1) % length).long()] if most_recent else ring.amax(0, keepdim=True)
+    deciding = torch.where(recorded > 0, past, amax)  # the first tensor's own, no step with scale 1
+    scale = scale_from_amax(deciding, dtype, power_of_two, margin)
+    copies, scale_inv = _under_one_scale(x, scale, dtype, row_major, transposed)
+    # The scale knows nothing of a NaN or Inf in x, which saturates in the copies.
+    scale_inv = torch.where(amax.isfinite(), scale_inv, torch.nan)
+    if record:
+        # A zero does not enter either: after zeros, whatever comes would saturate.
+        enters = amax.isfinite() & (amax > 0)
+        here = enters & (torch.arange(length, device=x.device) == position)
+        ring = torch.where(here, amax, ring)
+        position = torch.where(enters, (position + 1) % length, position)
+        state.copy_(torch.cat([ring, position, torch.where(enters, 1.0, recorded)]))
+    return *copies, scale_inv, _sums(x, sums_dtype)
 
 
 def quantize_rowwise(
@@ -187,6 +217,20 @@ def _quantize_squares(v: Tensor, dtype: torch.dtype, power_of_two: bool) -> tupl
 def _grid(scale_inv: Tensor) -> Tensor:
     """Pad the scales of squares, [blocks R, blocks C], with zeros to [blocks R, L4]."""
     return F.pad(scale_inv.contiguous(), (0, -scale_inv.shape[1] % 4))
+
+
+def _amax(x: Tensor) -> Tensor:
+    # amax() keeps a NaN and raises for an empty tensor.
+    return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def _under_one_scale(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, row_major: bool, transposed: bool
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return the copies of `x` [R, C], and `scale_inv` written out for every row of either."""
+    rows, cols = map(padded, x.shape)
+    q = _pad(saturate_cast(_real(x) * scale, dtype), rows, cols)
+    return _copies(q, row_major, transposed), scale.reciprocal().repeat(max(rows, cols, PAD))
 
 
 def _real(x: Tensor) -> Tensor:

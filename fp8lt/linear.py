@@ -23,7 +23,8 @@ from torch.autograd import forward_ad
 
 from . import device, operands, ops
 from .emulate import Scaling, padded
-from .recipe import DynamicScaling, Recipe, resolve
+from .recipe import DelayedScaling, DynamicScaling, Recipe, resolve
+from .state import DelayedState, Histories
 
 
 def linear(
@@ -34,6 +35,7 @@ def linear(
     recipe: str | Recipe = "tensorwise",
     out_dtype: torch.dtype | None = None,
     w_quantized: ops.Quantized | None = None,
+    state: DelayedState | None = None,
 ) -> Tensor:
     """Return `y = x @ w.T + bias` with FP8 operands; differentiable once.
 
@@ -41,12 +43,14 @@ def linear(
         x: [..., K] bf16, f16 or f32, any strides; `...` may be nothing, or hold a 0.
         w: [N, K] bf16, f16 or f32; f32 master weights may meet bf16 activations.
         bias: [N] bf16, f16 or f32, or None. With a 16-bit result it is rounded to that dtype.
-        recipe: "tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "blockwise", or a
-            recipe object (`DynamicScaling`, `RowwiseScaling`, `BlockScaling`).
+        recipe: "tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "rowwise_folded",
+            "blockwise", or a recipe object (`DynamicScaling`, `DelayedScaling`, `RowwiseScaling`,
+            `BlockScaling`).
         out_dtype: dtype of y; by default x's, or autocast's inside `torch.autocast`.
         w_quantized: `quantize_weight(w)` of this very `w`, for the same recipe, to save quantising
             it again; gradients still go to `w`. Nothing checks that it is up to date: see
             `reuse_weights`.
+        state: for the recipe "delayed" alone: the amax histories of this layer, which change.
 
     Returns:
         y: [..., N]. Gradients have the dtype of what they belong to: an f32 `w` gets an f32 `dw`,
@@ -57,7 +61,7 @@ def linear(
             where native FP8, or the recipe's scales, do not exist; `w_quantized` that does not fit
             `w` or the recipe; a second or a forward-mode derivative.
         TypeError: `x`, `w` or `bias` is not a tensor, `recipe` neither a name nor a recipe.
-        ValueError: no recipe has that name.
+        ValueError: no recipe has that name; `state` is missing or is not for this recipe.
 
     Example:
         >>> x, w = torch.ones(2, 3), torch.eye(4, 3)
@@ -69,7 +73,8 @@ def linear(
     recipe = resolve(recipe)
     if w_quantized is not None:
         _check_quantized(w_quantized, x, w, recipe)
-    return run(x, w, bias, w_quantized, recipe, out_dtype)
+    _check_state(state, w, recipe)
+    return run(x, w, bias, w_quantized, recipe, out_dtype, state)
 
 
 def run(
@@ -79,6 +84,7 @@ def run(
     w_quantized: ops.Quantized | None,
     recipe: Recipe,
     out_dtype: torch.dtype | None = None,
+    state: DelayedState | None = None,
 ) -> Tensor:
     """Do what `linear` does, with arguments that are known to fit."""
     _refuse_forward_mode(x, w, bias)
@@ -90,25 +96,36 @@ def run(
     native = x.is_cuda and not emulated and not torch.compiler.is_compiling()
     if native and isinstance(recipe, DynamicScaling):
         return ops.linear(x, w, bias, w_quantized, recipe, out_dtype)
-    args = (x, w, bias, w_quantized, recipe, out_dtype, emulated)
     wanted = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, w, bias)
     )
+    histories = Histories()
+    if state is not None:
+        histories, w_quantized = state.histories(wanted, w_quantized)
+    args = (x, w, bias, w_quantized, recipe, out_dtype, emulated, histories)
     y: Tensor = _Linear.apply(*args) if wanted else _forward(*args, need_x=False, need_w=False)[0]
     return y
 
 
 def quantize_weight(
-    w: Tensor, *, recipe: str | Recipe = "tensorwise", transposed: bool = True
+    w: Tensor,
+    *,
+    recipe: str | Recipe = "tensorwise",
+    transposed: bool = True,
+    state: DelayedState | None = None,
 ) -> ops.Quantized:
     """Quantise `w` [N, K] for several calls of `linear` with the same recipe.
 
-    `transposed=False` saves a byte per element where no gradient of `x` is wanted.
+    `transposed=False` saves a byte per element where no gradient of `x` is wanted. `state`, for the
+    recipe "delayed": that of the layer. The amax of `w` is recorded here, and in none of the calls;
+    not in `no_grad`, nor inside of a backward pass.
     """
     recipe = resolve(recipe)
+    _check_state(state, w, recipe)
     emulated = ops.backend(w.device, recipe.emulate, recipe.name)
+    history = None if state is None else state.history_of_w()
     with torch.no_grad():
-        return operands.quantize_w(w, recipe, transposed=transposed, emulated=emulated)
+        return operands.quantize_w(w, recipe, history, transposed=transposed, emulated=emulated)
 
 
 def _forward(
@@ -119,6 +136,7 @@ def _forward(
     recipe: Recipe,
     out_dtype: torch.dtype,
     emulated: bool,
+    histories: Histories,
     *,
     need_x: bool,
     need_w: bool,
@@ -126,8 +144,10 @@ def _forward(
     """Return y and the FP8 x and w, transposed where a gradient will need that."""
     *lead, k = x.shape
     x = x.reshape(math.prod(lead), k)
-    xq = operands.quantize_x(x, recipe, transposed=need_w, emulated=emulated)
-    wq = w_quantized or operands.quantize_w(w, recipe, transposed=need_x, emulated=emulated)
+    xq = operands.quantize_x(x, recipe, histories.x, transposed=need_w, emulated=emulated)
+    wq = w_quantized or operands.quantize_w(
+        w, recipe, histories.w, transposed=need_x, emulated=emulated
+    )
     y = ops.gemm_nt(
         xq.data, wq.data, xq.scale_inv, wq.scale_inv, x.shape[0], w.shape[0],
         bias=bias, out_dtype=out_dtype, scaling=operands.scalings(recipe).output,
@@ -189,12 +209,14 @@ class _Linear(torch.autograd.Function):
         recipe: Recipe,
         out_dtype: torch.dtype,
         emulated: bool,
+        histories: Histories,
     ) -> Tensor:
         need_x, need_w, *_ = ctx.needs_input_grad
         ctx.recompute_w = need_x and recipe.recompute_weight and w_quantized is None
         ctx.keep_x = need_w and operands.keeps_x(recipe)
+        ctx.history_of_w = histories.w.kept() if ctx.recompute_w and histories.w else None
         y, xq, wq = _forward(
-            x, w, bias, w_quantized, recipe, out_dtype, emulated,
+            x, w, bias, w_quantized, recipe, out_dtype, emulated, histories,
             need_x=need_x and not ctx.recompute_w, need_w=need_w and not ctx.keep_x,
         )  # fmt: skip
         ctx.save_for_backward(
@@ -202,6 +224,7 @@ class _Linear(torch.autograd.Function):
             *_saved(need_x, w if ctx.recompute_w else None, wq),
         )
         ctx.recipe, ctx.emulated, ctx.x_shape = recipe, emulated, x.shape
+        ctx.history_of_dy = histories.dy
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
         return y
 
@@ -216,11 +239,13 @@ class _Linear(torch.autograd.Function):
         dy = dy.reshape(m, n)
         dx = dw = db = None
         if need_x and ctx.recompute_w:
-            w_t, w_scale_inv, w_fold = operands.columns_of_w(w, recipe, emulated=emulated)
+            w_t, w_scale_inv, w_fold = operands.columns_of_w(
+                w, recipe, ctx.history_of_w, emulated=emulated
+            )
         columns_of_dy = need_w and not ctx.keep_x
         if need_x or columns_of_dy:
             dyq = operands.quantize_dy(
-                dy, recipe, row_major=need_x, transposed=columns_of_dy,
+                dy, recipe, ctx.history_of_dy, row_major=need_x, transposed=columns_of_dy,
                 fold_cols=w_fold if need_x else None, fold_rows=x_fold if need_w else None,
                 sums_dtype=bias_dtype if need_bias else None, emulated=emulated,
             )  # fmt: skip
@@ -241,7 +266,7 @@ class _Linear(torch.autograd.Function):
             )  # fmt: skip
         elif need_w:
             dw = operands.grad_weight_in_high_precision(dy, x.reshape(m, k), w_dtype)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
 
 
 def _saved(needed: bool, itself: Tensor | None, q: ops.Quantized) -> tuple[Tensor | None, ...]:
@@ -291,6 +316,26 @@ def check(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype | No
     if out_dtype is not None and out_dtype not in ops.REAL_DTYPES:
         raise RuntimeError(
             f"fp8lt.linear: want out_dtype bfloat16, float16 or float32, got {out_dtype}"
+        )
+
+
+def _check_state(state: DelayedState | None, w: Tensor, recipe: Recipe) -> None:
+    if not isinstance(recipe, DelayedScaling):
+        if state is not None:
+            raise ValueError(f"state: want None with recipe {recipe.name!r}, which has no state")
+        return
+    if state is None:
+        raise ValueError(
+            "state: recipe 'delayed' needs one: make fp8lt.DelayedState(recipe, device) once for "
+            "each layer and pass it in every step, or use fp8lt.Linear, which has its own"
+        )
+    if not isinstance(state, DelayedState):
+        raise TypeError(f"state: want a fp8lt.DelayedState, got {type(state).__name__}")
+    length = state.amaxes.shape[1] - 2
+    if length != recipe.amax_history_len or state.amaxes.device != w.device:
+        raise ValueError(
+            f"state: want a history of {recipe.amax_history_len} on {w.device}, "
+            f"got {length} on {state.amaxes.device}"
         )
 
 

@@ -3,12 +3,17 @@
 Conversion changes a module's class and gives it a recipe, nothing else. So parameters, buffers,
 hooks, names, flags, ties and optimizers made before are the same objects as before, no memory is
 allocated, and checkpoints are those of the plain model.
+
+The recipe "delayed" adds a state (`state.py`), the buffer `fp8_state`. It is no key of a state
+dict, so that plain layers and converted ones load each other's; it rides in the dict's `_metadata`,
+which `torch.save` and `load_state_dict` know. For what keeps keys alone (a dict put together by
+hand, DCP, safetensors) there is `delayed_state_dict`.
 """
 
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +22,10 @@ from torch import Tensor, nn
 from .config import Float8LinearConfig
 from .linear import check, quantize_weight, run
 from .ops import Quantized
-from .recipe import Recipe, resolve
+from .recipe import DelayedScaling, Recipe, resolve
+from .state import DelayedState, resized, zeros
 
+_STATE = "fp8_state"  # the buffer of delayed scaling, and its name in metadata
 _CONTEXT_STATE = ("_fp8_disabled", "_weight_cache")
 
 
@@ -26,8 +33,9 @@ class Linear(nn.Linear):
     """`nn.Linear` that computes `y = x @ weight.T + bias` with FP8 operands.
 
     Args: those of `nn.Linear`, and
-        recipe: "tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "blockwise", or a
-            recipe object (`DynamicScaling`, `RowwiseScaling`, `BlockScaling`).
+        recipe: "tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "rowwise_folded",
+            "blockwise", or a recipe object (`DynamicScaling`, `DelayedScaling`, `RowwiseScaling`,
+            `BlockScaling`). It may be assigned later, too; a state then starts anew.
 
     Example:
         >>> layer = fp8lt.Linear(64, 32)
@@ -35,7 +43,8 @@ class Linear(nn.Linear):
         torch.Size([2, 7, 32])
     """
 
-    recipe: Recipe
+    fp8_state: Tensor  # f32 [3, H + 2], of a delayed recipe
+    _recipe: Recipe
     _plain_class: type[nn.Linear] = nn.Linear  # what `revert` turns this module into
     _fp8_disabled = 0  # counted on the instance, by `disable_fp8` alone
     _weight_cache: "_WeightCache | None" = None  # likewise by `reuse_weights`
@@ -53,15 +62,29 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = resolve(recipe)
 
+    @property
+    def recipe(self) -> Recipe:
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: str | Recipe) -> None:
+        self._recipe = resolve(recipe)
+        _drop_state(self)
+        if isinstance(self._recipe, DelayedScaling):
+            amaxes = zeros(self._recipe, self.weight.device)
+            self.register_buffer(_STATE, amaxes, persistent=False)
+
     def forward(self, input: Tensor) -> Tensor:
         if self._fp8_disabled:
             return self._plain_forward(input)
         weight, bias, w_quantized = self.weight, self.bias, None
         check(input, weight, bias)
+        recipe = self._recipe
+        state = DelayedState.of(self.fp8_state) if isinstance(recipe, DelayedScaling) else None
         if self._weight_cache is not None and not torch.compiler.is_compiling():
             transposed = torch.is_grad_enabled() and input.requires_grad
-            w_quantized = self._weight_cache.get(weight, self.recipe, transposed)
-        return run(input, weight, bias, w_quantized, self.recipe)
+            w_quantized = self._weight_cache.get(weight, recipe, transposed, state)
+        return run(input, weight, bias, w_quantized, recipe, state=state)
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         if self._plain_class is nn.Linear:
@@ -69,6 +92,41 @@ class Linear(nn.Linear):
         plain = object.__new__(self._plain_class)  # the same layer as one of its own class,
         plain.__dict__ = self.__dict__  # which its super() calls need
         return plain.forward(input)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if _STATE in self._buffers:
+            self.fp8_state.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
+        before = self._buffers.get(_STATE)
+        super()._apply(fn, recurse)
+        if before is not None and self.fp8_state is not before:
+            # Its device is new; not its dtype (bfloat16()), nor what it holds (to_empty()).
+            self._buffers[_STATE] = _to(before, self.fp8_state.device)
+        return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if _STATE in self._buffers and metadata is not None:
+            metadata[prefix[:-1]][_STATE] = self.fp8_state.detach().clone()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *others: Any,
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        if _STATE in self._buffers:
+            # With assign=True the weight may have come to another device, from meta for example.
+            self._buffers[_STATE] = _to(self.fp8_state, self.weight.device)
+            if _STATE in local_metadata:
+                _restore(self, prefix + _STATE, local_metadata[_STATE])
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy outlives the contexts that it was made in: nothing would ever end them for it.
@@ -96,7 +154,7 @@ def convert_to_float8_training(
     Args:
         module: any module, on any device, `meta` too.
         config: a `Float8LinearConfig`, a recipe object, or a name: "tensorwise" (default),
-            "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "blockwise".
+            "delayed", "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "blockwise".
         module_filter_fn: called with (layer, its qualified name, "" for the root) for every layer
             that could be converted; those for which it returns False stay as they are.
         convert_subclasses: also convert subclasses of `nn.Linear`; `forward` becomes
@@ -144,10 +202,73 @@ def revert(module: nn.Module) -> nn.Module:
             )
     for layer in layers.values():
         plain = layer._plain_class
-        for attribute in ("recipe", "_plain_class", *_CONTEXT_STATE):
+        _drop_state(layer)
+        for attribute in ("_recipe", "_plain_class", *_CONTEXT_STATE):
             vars(layer).pop(attribute, None)
         layer.__class__ = plain  # type: ignore[assignment] # that is how it is undone
     return module
+
+
+def delayed_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """Return the state of every layer of recipe "delayed", by name: copies, f32 [3, H + 2].
+
+    For savers that keep the keys of a state dict alone. `module.state_dict()` has the state as
+    well, in its `_metadata`.
+
+    Example:
+        >>> model = nn.Sequential(fp8lt.Linear(8, 8, recipe="delayed"))
+        >>> saved = fp8lt.delayed_state_dict(model)
+        >>> list(saved)
+        ['0.fp8_state']
+        >>> fp8lt.load_delayed_state_dict(model, saved)
+    """
+    return {name: layer.fp8_state.detach().clone() for name, layer in _with_state(module).items()}
+
+
+def load_delayed_state_dict(module: nn.Module, states: Mapping[str, Tensor]) -> None:
+    """Restore what `delayed_state_dict` returned for a model with the same names.
+
+    A history of another length is resized: the most recent entries are kept.
+
+    Raises:
+        ValueError: other names than those of `module`, or a tensor that is no state. Nothing is
+            changed if names do not fit.
+    """
+    layers = _with_state(module)
+    if layers.keys() != states.keys():
+        missing = sorted(layers.keys() - states.keys())
+        unexpected = sorted(states.keys() - layers.keys())
+        raise ValueError(f"states: missing {missing}, unexpected {unexpected}")
+    for name, layer in layers.items():
+        _restore(layer, name, states[name])
+
+
+def _with_state(module: nn.Module) -> dict[str, Linear]:
+    return {
+        f"{name}.{_STATE}" if name else _STATE: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, Linear) and _STATE in layer._buffers
+    }
+
+
+def _drop_state(layer: Linear) -> None:
+    layer._buffers.pop(_STATE, None)
+    layer._non_persistent_buffers_set.discard(_STATE)
+
+
+def _restore(layer: Linear, name: str, saved: Tensor) -> None:
+    try:
+        amaxes = resized(saved, layer.fp8_state.shape[1] - 2)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if not layer.fp8_state.is_meta:
+        layer.fp8_state.copy_(amaxes)
+
+
+def _to(amaxes: Tensor, where: torch.device) -> Tensor:
+    """Move a state; one that was on meta holds nothing yet."""
+    moves_in = amaxes.is_meta and where.type != "meta"
+    return torch.zeros_like(amaxes, device=where) if moves_in else amaxes.to(where)
 
 
 @contextlib.contextmanager
@@ -219,7 +340,9 @@ class _WeightCache:
     # of one that is computed for each call (a parametrization) would soon be another's.
     _held: tuple[Tensor, tuple[object, ...], Quantized] | None = None
 
-    def get(self, weight: Tensor, recipe: Recipe, transposed: bool) -> Quantized | None:
+    def get(
+        self, weight: Tensor, recipe: Recipe, transposed: bool, state: DelayedState | None
+    ) -> Quantized | None:
         """Return `weight` quantised, or None where that must not be kept.
 
         Not where a change of it could not be seen, nor while a CUDA graph is captured: its memory
@@ -239,7 +362,7 @@ class _WeightCache:
             complete = not transposed or bool(held.data_t.numel())
             if of_weight is weight and of_key == key and complete:
                 return held
-        quantized = quantize_weight(weight, recipe=recipe, transposed=transposed)
+        quantized = quantize_weight(weight, recipe=recipe, transposed=transposed, state=state)
         self._held = (weight, key, quantized)
         return quantized
 

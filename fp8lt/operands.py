@@ -1,7 +1,7 @@
 """Operands: how each recipe quantises x, w and dy, and what scales its GEMMs undo.
 
                           y = x @ w.T        dx = dy @ w         dw = dy.T @ x
-    tensorwise            a scale a tensor   the same            the same
+    tensorwise, delayed   a scale a tensor   the same            the same
     rowwise               rows of x, w       rows of dy, w.T     rows of dy.T, x.T
     rowwise_with_gw_hp    rows of x, w       rows of dy, all w   no FP8
     rowwise_folded        rows of x, w       rows of dy * sw     rows of (dy * sx).T
@@ -22,7 +22,8 @@ from torch import Tensor
 from . import device, ops
 from .emulate import Scaling
 from .ops import Quantized
-from .recipe import BlockScaling, Recipe, RowwiseScaling
+from .recipe import BlockScaling, DelayedScaling, Recipe, RowwiseScaling
+from .state import History
 
 
 class Scalings(NamedTuple):
@@ -48,9 +49,13 @@ def scalings(recipe: Recipe) -> Scalings:
 
 
 def weight_scaling(recipe: Recipe) -> tuple[Scaling, Scaling | None]:
-    """Return `scaling` and `scaling_t` of a quantised weight: no two recipes have the same."""
+    """Return `scaling` and `scaling_t` of a quantised weight.
+
+    No two recipes have the same but tensorwise and delayed, which may take each other's.
+    """
     return {
         "tensorwise": (Scaling.TENSORWISE, Scaling.TENSORWISE),
+        "delayed": (Scaling.TENSORWISE, Scaling.TENSORWISE),
         "rowwise": (Scaling.ROWWISE, Scaling.ROWWISE),
         "rowwise_with_gw_hp": (Scaling.ROWWISE, Scaling.TENSORWISE),
         "rowwise_folded": (Scaling.ROWWISE, None),
@@ -63,16 +68,25 @@ def keeps_x(recipe: Recipe) -> bool:
     return isinstance(recipe, RowwiseScaling) and recipe.high_precision_grad_weight
 
 
-def quantize_x(x: Tensor, recipe: Recipe, *, transposed: bool, emulated: bool) -> Quantized:
-    """Quantise x [M, K]: its rows for y and, `transposed`, its columns for dw."""
-    return _quantize_forward(x, recipe, transposed=transposed, emulated=emulated)
+def quantize_x(
+    x: Tensor, recipe: Recipe, history: History | None, *, transposed: bool, emulated: bool
+) -> Quantized:
+    """Quantise x [M, K]: its rows for y and, `transposed`, its columns for dw.
+
+    history: of this role, for a recipe that has one.
+    """
+    return _quantize_forward(x, recipe, history, transposed=transposed, emulated=emulated)
 
 
-def quantize_w(w: Tensor, recipe: Recipe, *, transposed: bool, emulated: bool) -> Quantized:
+def quantize_w(
+    w: Tensor, recipe: Recipe, history: History | None, *, transposed: bool, emulated: bool
+) -> Quantized:
     """Quantise w [N, K]: its rows for y and, `transposed`, its columns for dx."""
     if not keeps_x(recipe):
-        return _quantize_forward(w, recipe, square=True, transposed=transposed, emulated=emulated)
-    rows = _quantize_forward(w, recipe, transposed=False, emulated=emulated)
+        return _quantize_forward(
+            w, recipe, history, square=True, transposed=transposed, emulated=emulated
+        )
+    rows = _quantize_forward(w, recipe, None, transposed=False, emulated=emulated)
     columns = _columns_under_one_scale(w, recipe, emulated) if transposed else rows
     return rows._replace(
         data_t=columns.data_t, scale_inv_t=columns.scale_inv_t, scaling_t=Scaling.TENSORWISE
@@ -82,6 +96,7 @@ def quantize_w(w: Tensor, recipe: Recipe, *, transposed: bool, emulated: bool) -
 def quantize_dy(
     dy: Tensor,
     recipe: Recipe,
+    history: History | None,
     *,
     row_major: bool,
     transposed: bool,
@@ -95,7 +110,7 @@ def quantize_dy(
     fold_cols, fold_rows: `fold` of w's and x's `Columns`, None where that is.
     """
     return _quantize(
-        dy, recipe, recipe.backward_dtype(device.formats(dy.device)),
+        dy, recipe, history, recipe.backward_dtype(device.formats(dy.device)),
         row_major=row_major, transposed=transposed, fold_cols=fold_cols, fold_rows=fold_rows,
         sums_dtype=sums_dtype, emulated=emulated,
     )  # fmt: skip
@@ -114,11 +129,13 @@ def columns(q: Quantized) -> Columns:
     return Columns(q.data_t, q.scale_inv_t, q.scale_inv if q.scaling_t is None else None)
 
 
-def columns_of_w(w: Tensor, recipe: Recipe, *, emulated: bool) -> Columns:
+def columns_of_w(w: Tensor, recipe: Recipe, history: History | None, *, emulated: bool) -> Columns:
     """Quantise the columns of w [N, K] alone."""
     if keeps_x(recipe):
         return columns(_columns_under_one_scale(w, recipe, emulated))
-    return columns(_quantize_forward(w, recipe, square=True, row_major=False, emulated=emulated))
+    return columns(
+        _quantize_forward(w, recipe, history, square=True, row_major=False, emulated=emulated)
+    )
 
 
 def grad_weight_in_high_precision(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,15 +154,18 @@ def _columns_under_one_scale(w: Tensor, recipe: Recipe, emulated: bool) -> Quant
     )  # fmt: skip
 
 
-def _quantize_forward(t: Tensor, recipe: Recipe, **options: Any) -> Quantized:
+def _quantize_forward(
+    t: Tensor, recipe: Recipe, history: History | None, **options: Any
+) -> Quantized:
     folded = isinstance(recipe, RowwiseScaling) and recipe.folded
     dtype = recipe.forward_dtype(device.formats(t.device))
-    return _quantize(t, recipe, dtype, folded=folded, **options)
+    return _quantize(t, recipe, history, dtype, folded=folded, **options)
 
 
 def _quantize(
     t: Tensor,
     recipe: Recipe,
+    history: History | None,
     dtype: torch.dtype,
     *,
     square: bool = False,
@@ -161,4 +181,10 @@ def _quantize(
         return ops.quantize_rowwise(
             t, dtype, folded=folded, fold_cols=fold_cols, fold_rows=fold_rows, **options
         )
+    if isinstance(recipe, DelayedScaling):
+        assert history is not None  # `linear` saw to it
+        return ops.quantize_delayed(
+            t, dtype, history.amaxes, record=history.record, margin=recipe.margin,
+            most_recent=recipe.amax_compute_algo == "most_recent", **options,
+        )  # fmt: skip
     return ops.quantize_tensorwise(t, dtype, **options)

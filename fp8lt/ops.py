@@ -78,6 +78,39 @@ def quantize_tensorwise(
     return Quantized(data, data_t, scale_inv, scale_inv, sums, tensorwise, tensorwise)
 
 
+def quantize_delayed(
+    x: Tensor,
+    dtype: torch.dtype,
+    state: Tensor,
+    *,
+    margin: int = 0,
+    most_recent: bool = False,
+    record: bool = True,
+    row_major: bool = True,
+    transposed: bool = True,
+    sums_dtype: torch.dtype | None = None,
+    power_of_two: bool = False,
+    emulated: bool = False,
+) -> Quantized:
+    """Quantise a matrix with one scale, from the amaxes in `state`, and record its own there.
+
+        scale = FP8_MAX / (max(a, 1e-12) * 2**margin)      data = saturate(x * scale)
+
+    state: f32 [H + 2], contiguous: the ring of amaxes [H], the position in it where the next goes,
+        and 1 once there is one. Changed in place.
+    `a` is the largest of the ring or, `most_recent`, the entry before the position; x's own amax as
+        long as there is none. record: x's amax enters, unless it is 0 or non-finite.
+    The rest as for `quantize_tensorwise`. A NaN or Inf in x makes `scale_inv` NaN.
+    """
+    call = schemas.quantize_delayed if emulated else torch.ops.fp8lt.quantize_delayed.default
+    data, data_t, scale_inv, sums = call(
+        x, dtype, row_major, transposed, state, margin, most_recent, record, sums_dtype,
+        power_of_two,
+    )  # fmt: skip
+    tensorwise = Scaling.TENSORWISE
+    return Quantized(data, data_t, scale_inv, scale_inv, sums, tensorwise, tensorwise)
+
+
 def quantize_rowwise(
     x: Tensor,
     dtype: torch.dtype,
@@ -194,7 +227,7 @@ def backend(where: torch.device, emulated: bool = False, recipe: str = "tensorwi
         return False  # the operators themselves: emulated on a CPU, shapes alone on meta
     if emulated:
         return True
-    reason = _why_not_native(where, recipe)
+    reason = why_not_native(where, recipe)
     if reason is None:
         return False
     if settings.read().emulate:
@@ -210,13 +243,14 @@ def backend(where: torch.device, emulated: bool = False, recipe: str = "tensorwi
 backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _why_not_native(where: torch.device, recipe: str) -> str | None:
+def why_not_native(where: torch.device, recipe: str) -> str | None:
+    """Return why tensors on a GPU do not run a recipe natively, or None if they do."""
     support = device.support(where, recipe)
     if not support.native:
         return support.reason
     failure = build.ensure()
-    if failure is not None or recipe == "tensorwise":
-        return failure  # tensorwise runs with every cuBLASLt that has FP8
+    if failure is not None or recipe in device.ONE_SCALE:
+        return failure  # one scale is what every cuBLASLt with FP8 has
     return device.cublaslt_reason(_loaded_cublaslt(), recipe)
 
 

@@ -1,10 +1,11 @@
-"""Recipes: how tensors become FP8. Frozen choices, no tensors, no state.
+"""Recipes: how tensors become FP8. Frozen choices, no tensors, no state (that is `state.py`).
 
     scale = FP8_MAX / max(amax, 1e-12)      real -> FP8:  q = saturate(x * scale)
     scale_inv = 1 / scale                   FP8 -> real:  x ~ q * scale_inv
 
     name                   one scale for                             x, w, dy
     "tensorwise"           a tensor                                  e4m3, e4m3, e5m2
+    "delayed"              a tensor, from amaxes of earlier calls    e4m3, e4m3, e5m2
     "rowwise"              a row of each operand of each GEMM        e4m3
     "rowwise_with_gw_hp"   the same; dw from x and dy themselves     e4m3
     "rowwise_folded"       a row of x and w, folded into dy          e4m3
@@ -87,6 +88,49 @@ class DynamicScaling(Recipe):
 
 
 @dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """The `delayed` recipe: one scale per tensor, from the amaxes of earlier calls.
+
+        scale = FP8_MAX / (max(a, 1e-12) * 2**margin)      a: from the history of the tensor's role
+
+    A tensor is then read once, for its amax and its copies, instead of twice. What exceeds `a` by
+    more than the margin saturates. The first tensor of a role is scaled by its own amax. What is
+    recorded, and when: `state.py`.
+
+    Args: see `Recipe`, and, as in TransformerEngine,
+        margin: powers of two that are left free above `a`; negative ones let `a` itself saturate.
+        amax_history_len: how many recorded amaxes the history holds, 1 or more.
+        amax_compute_algo: `a` is the "max" of the history, or its "most_recent" entry.
+
+    Raises:
+        ValueError: as for `Recipe`; a margin that is no integer of -32 to 32, a history that is no
+            integer of 1 or more, an algorithm that is not known.
+    """
+
+    margin: int = 0
+    amax_history_len: int = 16
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # bool is an int to Python; a larger margin would leave the range of float32.
+        if type(self.margin) is not int or abs(self.margin) > 32:
+            raise ValueError(f"margin: want an integer of -32 to 32, got {self.margin!r}")
+        if type(self.amax_history_len) is not int or self.amax_history_len < 1:
+            raise ValueError(
+                f"amax_history_len: want an integer of 1 or more, got {self.amax_history_len!r}"
+            )
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(
+                f"amax_compute_algo: want 'max' or 'most_recent', got {self.amax_compute_algo!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        return "delayed"
+
+
+@dataclass(frozen=True)
 class RowwiseScaling(Recipe):
     """The `rowwise` recipes: one scale per row of each operand of each GEMM.
 
@@ -163,6 +207,7 @@ _NAMED: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         DynamicScaling(),
+        DelayedScaling(),
         RowwiseScaling(),
         RowwiseScaling(high_precision_grad_weight=True),
         RowwiseScaling(folded=True),

@@ -101,6 +101,54 @@ quantize_tensorwise = _define(
 )
 
 
+def _check_delayed(
+    x: Tensor,
+    dtype: torch.dtype,
+    row_major: bool,
+    transposed: bool,
+    state: Tensor,
+    margin: int,
+    most_recent: bool,
+    record: bool,
+    sums_dtype: torch.dtype | None = None,
+    power_of_two: bool = False,
+) -> None:
+    _check_quantize(x, dtype, sums_dtype)
+    fits = state.dim() == 1 and state.shape[0] >= 3 and state.is_contiguous()
+    if not fits or state.dtype != torch.float32:
+        raise RuntimeError(
+            "fp8lt: want state [H + 2], H >= 1, contiguous, float32, "
+            f"got {list(state.shape)} {state.dtype}"
+        )
+    if state.device != x.device:
+        raise RuntimeError(f"fp8lt: want state on {x.device}, as x is, got it on {state.device}")
+
+
+def _delayed_fake(
+    x: Tensor,
+    dtype: torch.dtype,
+    row_major: bool,
+    transposed: bool,
+    state: Tensor,
+    margin: int,
+    most_recent: bool,
+    record: bool,
+    *options: Any,
+) -> tuple[Tensor, ...]:
+    return _tensorwise_fake(x, dtype, row_major, transposed, *options)
+
+
+quantize_delayed = _define(
+    "quantize_delayed(Tensor x, ScalarType dtype, bool row_major, bool transposed,"
+    " Tensor(a!) state, int margin, bool most_recent, bool record,"
+    " ScalarType? sums_dtype=None, bool power_of_two=False)"
+    " -> (Tensor data, Tensor data_t, Tensor scale_inv, Tensor sums)",
+    _check_delayed,
+    emulate.quantize_delayed,
+    _delayed_fake,
+)
+
+
 def _check_rowwise(
     x: Tensor,
     dtype: torch.dtype,

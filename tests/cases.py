@@ -4,13 +4,15 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8lt
-from fp8lt import ops
+from fp8lt import ops, toolchain
 from fp8lt.emulate import Scaling
+from fp8lt.recipe import DelayedScaling, Recipe, resolve
 
 M_SIZES = (0, 1, 3, 17, 4099)
 NK_SIZES = (1, 8, 15, 100, 1027, 4096)
@@ -119,11 +121,18 @@ def awkward(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return x.to(dtype)
 
 
+def state_for(recipe: str | Recipe, on: torch.device | str) -> fp8lt.DelayedState | None:
+    """Return a new state for a recipe that needs one: its first call scales as tensorwise does."""
+    recipe = resolve(recipe)
+    return fp8lt.DelayedState(recipe, on) if isinstance(recipe, DelayedScaling) else None
+
+
 def run(
     x: Tensor, w: Tensor, bias: Tensor | None, dy: Tensor, **options: object
 ) -> tuple[Tensor, ...]:
-    """Return y, dx, dw and, with a bias, db."""
+    """Return y, dx, dw and, with a bias, db; of a first call, unless there is a state."""
     leaves = [t.detach().requires_grad_() for t in (x, w, bias) if t is not None]
+    options.setdefault("state", state_for(options.get("recipe", "tensorwise"), x.device))
     y = fp8lt.linear(*leaves, **options)
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
@@ -145,7 +154,7 @@ class CountOps(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        kinds = ("tensorwise", "rowwise", "blockwise")
+        kinds = ("tensorwise", "delayed", "rowwise", "blockwise")
         self.counts = dict.fromkeys(["gemm_nt", *(f"quantize_{kind}" for kind in kinds)], 0)
 
     @property
@@ -158,3 +167,17 @@ class CountOps(TorchDispatchMode):
         if name in self.counts:
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
+
+
+def missing_toolchain() -> str | None:
+    """Say what a build of the extension lacks on this machine, or None."""
+    try:
+        toolchain.find()
+    except toolchain.ToolchainError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+needs_toolchain = pytest.mark.skipif(
+    missing_toolchain() is not None, reason=f"no toolchain: {missing_toolchain()}"
+)

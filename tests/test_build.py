@@ -13,24 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cases import needs_toolchain
 
 from fp8lt import build, toolchain
 
 Run = Callable[..., subprocess.CompletedProcess]
 LOAD = "import fp8lt; from fp8lt import build; print(build.loaded_library()); print(build.ensure())"
-
-
-def missing_toolchain() -> str | None:
-    try:
-        toolchain.find()
-    except toolchain.ToolchainError as error:
-        return str(error).splitlines()[0]
-    return None
-
-
-needs_toolchain = pytest.mark.skipif(
-    missing_toolchain() is not None, reason=f"no toolchain: {missing_toolchain()}"
-)
 
 
 @pytest.fixture(scope="module")

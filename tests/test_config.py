@@ -5,6 +5,7 @@ from enum import Enum
 
 import pytest
 import torch
+from cases import state_for
 
 import fp8lt
 from fp8lt import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingGranularity, ScalingType
@@ -142,4 +143,5 @@ def test_a_model_is_converted_by_name_by_recipe_and_by_configuration(name: str) 
         assert layer.recipe == recipe
         assert f"recipe={name}" in repr(layer)
         x = torch.randn(5, 40)
-        assert torch.equal(layer(x), fp8lt.linear(x, layer.weight, layer.bias, recipe=name))
+        options = {"recipe": name, "state": state_for(name, "cpu")}
+        assert torch.equal(layer(x), fp8lt.linear(x, layer.weight, layer.bias, **options))

@@ -104,7 +104,7 @@ def test_scales_finer_than_a_tensor_are_hoppers_alone(
 ) -> None:
     support = device.capability_support(name, capability, recipe)
     assert support.native == (
-        capability == (9, 0) or (recipe == "tensorwise" and capability > (8, 0))
+        capability == (9, 0) or (recipe in device.ONE_SCALE and capability > (8, 0))
     )
     assert name in support.reason
     if not support.native and capability > (8, 0):
@@ -123,7 +123,7 @@ def test_a_recipe_without_its_scales_is_refused_or_emulated_on_request(
     monkeypatch.delenv("FP8LT_EMULATE", raising=False)
     assert not ops.backend(GPU0, recipe=recipe)
     loaded[0] = 120804
-    if recipe == "tensorwise":
+    if recipe in device.ONE_SCALE:
         assert not ops.backend(GPU0, recipe=recipe)
         return
     message = rf"recipe '{recipe}' needs cuBLASLt 120900 .* has loaded 120804\n.*FP8LT_EMULATE=1"

@@ -303,7 +303,7 @@ def test_error_classes_are_those_of_f_linear(args: tuple) -> None:
 
 def test_bad_options_name_themselves() -> None:
     with pytest.raises(
-        ValueError, match=r"recipe: want one of tensorwise, rowwise, .*; got 'rowwize'"
+        ValueError, match=r"recipe: want one of tensorwise, delayed, rowwise, .*; got 'rowwize'"
     ):
         fp8lt.linear(X, W, recipe="rowwize")
     with pytest.raises(TypeError, match="recipe: want a name or a recipe object, got int"):

@@ -393,7 +393,9 @@ def test_bad_arguments_name_themselves() -> None:
         fp8lt.convert_to_float8_training([nn.Linear(2, 2)])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"config: want a Float8LinearConfig, .* got dict"):
         fp8lt.convert_to_float8_training(mlp(), config={})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"recipe: want one of tensorwise, rowwise, .*; got 'mx'"):
+    with pytest.raises(
+        ValueError, match=r"recipe: want one of tensorwise, delayed, rowwise, .*; got 'mx'"
+    ):
         fp8lt.Linear(4, 4, recipe="mx")
     with pytest.raises(ValueError, match="e5m2 @ e5m2"):
         fp8lt.DynamicScaling(fp8_format="e5m2")  # type: ignore[arg-type]

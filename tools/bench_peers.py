@@ -106,6 +106,13 @@ def fp8lt_linear(w: Tensor, recipe: str = "tensorwise") -> Layer:
     return Layer(lambda x: fp8lt.linear(x, weight, recipe=recipe), weight)
 
 
+def fp8lt_delayed(w: Tensor) -> Layer:
+    import fp8lt
+
+    weight, state = leaf(w), fp8lt.DelayedState(device=w.device)
+    return Layer(lambda x: fp8lt.linear(x, weight, recipe="delayed", state=state), weight)
+
+
 def fp8lt_reused(w: Tensor) -> Layer:
     import fp8lt
 
@@ -230,6 +237,7 @@ TRAINING = [
     Contender("bf16", bf16),
     *FP8LT,
     Contender("fp8lt-autotuned", fp8lt_autotuned),
+    Contender("fp8lt-delayed", fp8lt_delayed),
     *(
         Contender(f"fp8lt-{recipe}", functools.partial(fp8lt_linear, recipe=recipe))
         for recipe in ("rowwise", "rowwise_with_gw_hp", "rowwise_folded", "blockwise")

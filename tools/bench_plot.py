@@ -17,6 +17,7 @@ PARTS = {
 # A family has one hue; its compiled form is the lighter one.
 COLOURS = {
     "fp8lt": "#d62728", "fp8lt-reused": "#ff9896", "fp8lt-autotuned": "#8c2d2d",
+    "fp8lt-delayed": "#e7298a",
     "fp8lt-rowwise": "#e377c2", "fp8lt-rowwise_with_gw_hp": "#f7b6d2",
     "fp8lt-rowwise_folded": "#ad1457", "fp8lt-blockwise": "#ff7f50",
     "scaled_mm": "#1f77b4", "scaled_mm-compiled": "#aec7e8",

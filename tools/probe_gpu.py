@@ -153,7 +153,7 @@ def describe(index: int) -> Gpu:
 
 def verdict_on(where: torch.device, name: str) -> dict[str, str]:
     """Say whether a recipe runs natively there, or what is lacking: GPU, extension, cuBLASLt."""
-    refusal = ops._why_not_native(where, name)
+    refusal = ops.why_not_native(where, name)
     if refusal is not None:
         return {"verdict": "refused", "reason": refusal}
     return {"verdict": "native", "reason": device.support(where, name).reason}

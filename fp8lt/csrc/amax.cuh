@@ -15,15 +15,6 @@ __device__ inline uint32_t block_max(uint32_t value) {
   return __reduce_max_sync(0xffffffffu, warp_largest[threadIdx.x % kWarps]);
 }
 
-// Read past L1, which has no use for what is read once.
-__device__ inline uint4 load_once(const uint4* from) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
-  return v;
-}
-
 // The bits of the largest magnitude in this block's share of x, in every thread.
 template <typename T>
 __device__ uint32_t amax_bits(const Quantize& q, Share share) {

@@ -174,11 +174,10 @@ void check_matrix(const Tensor& x) {
   TORCH_CHECK(x.dim() == 2, "fp8lt: want x [R, C], got ", x.sizes());
 }
 
-}  // namespace
-
-Quantized quantize_tensorwise_cuda(const Tensor& x, ScalarType dtype, bool row_major,
-                                   bool transposed, std::optional<ScalarType> sums_dtype,
-                                   bool power_of_two, Memory memory) {
+// With one scale for the tensor, by a history if that has a state.
+Quantized quantize_one_scale(const Tensor& x, ScalarType dtype, bool row_major, bool transposed,
+                             std::optional<ScalarType> sums_dtype, bool power_of_two,
+                             Memory memory, const History& history) {
   const c10::cuda::CUDAGuard guard(x.device());
   Quantising quantising(x, dtype, power_of_two);
   Quantized result = allocate(quantising.rows, quantising.cols, dtype, row_major, transposed,
@@ -195,8 +194,17 @@ Quantized quantize_tensorwise_cuda(const Tensor& x, ScalarType dtype, bool row_m
   q.scale_inv = scale_inv.mutable_data_ptr<float>();
   q.scale_count = scale_inv.numel();
   q.scaling = Scaling::kTensorwise;
+  q.history = history;
   quantising.run();
   return result;
+}
+
+}  // namespace
+
+Quantized quantize_tensorwise_cuda(const Tensor& x, ScalarType dtype, bool row_major,
+                                   bool transposed, std::optional<ScalarType> sums_dtype,
+                                   bool power_of_two, Memory memory) {
+  return quantize_one_scale(x, dtype, row_major, transposed, sums_dtype, power_of_two, memory, {});
 }
 
 namespace {
@@ -228,8 +236,8 @@ void check_scale(const char* name, const Tensor& scale, Scaling scaling, int64_t
                                                           : "[S]";
   TORCH_CHECK(scale.scalar_type() == ScalarType::Float && fits && scale.is_contiguous() &&
                   scale.device() == a.device(),
-              "fp8lt: want ", name, " ", want, ", contiguous, float32 on ", a.device(), ", got ", scale.sizes(), " ",
-              scale.scalar_type(), " on ", scale.device());
+              "fp8lt: want ", name, " ", want, ", contiguous, float32 on ", a.device(), ", got ",
+              scale.sizes(), " ", scale.scalar_type(), " on ", scale.device());
 }
 
 void check_scalings(Scaling a, Scaling b, bool fast_accum) {
@@ -336,6 +344,20 @@ Quantized quantize_tensorwise_op(const Tensor& x, ScalarType dtype, bool row_maj
                                   Memory::kApart);
 }
 
+Quantized quantize_delayed_op(const Tensor& x, ScalarType dtype, bool row_major, bool transposed,
+                              Tensor state, int64_t margin, bool most_recent, bool record,
+                              std::optional<ScalarType> sums_dtype, bool power_of_two) {
+  check_matrix(x);
+  TORCH_CHECK(state.scalar_type() == ScalarType::Float && state.dim() == 1 && state.numel() >= 3 &&
+                  state.is_contiguous() && state.device() == x.device(),
+              "fp8lt: want state [H + 2], H at least 1, contiguous, float32 on ", x.device(),
+              ", got ", state.sizes(), " ", state.scalar_type(), " on ", state.device());
+  const History history{state.mutable_data_ptr<float>(), state.numel() - 2,
+                        static_cast<int>(margin), most_recent, record};
+  return quantize_one_scale(x, dtype, row_major, transposed, sums_dtype, power_of_two,
+                            Memory::kApart, history);
+}
+
 QuantizedTwice quantize_rowwise_op(const Tensor& x, ScalarType dtype, bool row_major,
                                    bool transposed, bool power_of_two, bool folded,
                                    const std::optional<Tensor>& fold_cols,
@@ -391,6 +413,7 @@ std::tuple<int64_t, int64_t> cublaslt_versions() {
 
 TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) {
   m.impl("quantize_tensorwise", TORCH_FN(quantize_tensorwise_op));
+  m.impl("quantize_delayed", TORCH_FN(quantize_delayed_op));
   m.impl("quantize_rowwise", TORCH_FN(quantize_rowwise_op));
   m.impl("quantize_blockwise", TORCH_FN(quantize_blockwise_op));
   m.impl("gemm_nt", TORCH_FN(gemm_nt_op));

@@ -14,11 +14,12 @@ namespace {
 template <typename T, Fp8Type kType>
 __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
     line_kernel(const Quantize q, const Grid grid, float* tile_sums) {
-  __shared__ typename LineScales<kType>::Shared scales;
+  __shared__ typename LineScales<kType>::Shared numbers;
   const Shared shared = shared_memory();
   const Walk walk(grid.tiles, {blockIdx.x, gridDim.x});
   fetch_first<T>(q, grid, walk, shared);
-  cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, LineScales<kType>{q, scales});
+  LineScales<kType> scales{q, numbers};
+  cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, scales);
 }
 
 template <typename T, Fp8Type kType>
@@ -27,7 +28,8 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
   const Shared shared = shared_memory();
   const Walk walk(grid.tiles, {blockIdx.x, gridDim.x});
   fetch_first<T>(q, grid, walk, shared);
-  cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, SquareScales<kType>{q});
+  SquareScales<kType> scales{q};
+  cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, scales);
 }
 
 }  // namespace

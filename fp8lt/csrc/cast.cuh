@@ -17,7 +17,7 @@ constexpr int kSharedBytes = kFetchBytes + 2 * kTransposeBytes;
 constexpr int kSharedBytesSums = kSharedBytes + 2 * kSumsBytes;
 
 __device__ inline Shared shared_memory() {
-  extern __shared__ uint4 shared[];
+  uint4* shared = dynamic_shared_memory();
   uint32_t* transpose = reinterpret_cast<uint32_t*>(shared + kFetchBytes / 16);
   return {shared, transpose, reinterpret_cast<float*>(transpose + 2 * kTransposeBytes / 4)};
 }
@@ -52,7 +52,7 @@ __device__ void fetch_first(const Quantize& q, const Grid& grid, const Walk& wal
 
 template <typename T, Fp8Type kType, typename Scales>
 __device__ void cast_tiles(const Quantize& q, const Grid& grid, const Walk& walk,
-                           const Shared& shared, float* tile_sums, Scales scales) {
+                           const Shared& shared, float* tile_sums, Scales& scales) {
   for (int i = 0; i < walk.count; ++i) {
     uint32_t* transpose = shared.transpose + i % 2 * (kTransposeBytes / 4);
     float* sums = shared.sums + i % 2 * (kSumsBytes / 4);

@@ -2,12 +2,9 @@
 // magnitudes, conversion to FP8, the scale of a tensor.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-
 #include <cstdint>
 
+#include "intrinsics.cuh"
 #include "quantize.h"
 
 namespace fp8lt {
@@ -79,12 +76,16 @@ inline __device__ float real(__nv_bfloat16 value) { return __bfloat162float(valu
 
 constexpr float kEps = 1e-12f;  // an all-zero tensor gets a large finite scale, not inf
 
+__device__ inline float floor_to_power_of_two(float scale) {
+  if (isnan(scale)) return scale;
+  return __uint_as_float(__float_as_uint(scale) & 0xff800000u);  // no mantissa
+}
+
 template <Fp8Type kType>
 __device__ float scale_of(float amax, bool power_of_two) {
   // `fmaxf` would drop a NaN, fast division the last bit that makes scales equal everywhere.
   const float scale = __fdiv_rn(Fp8<kType>::kMax, amax < kEps ? kEps : amax);
-  if (!power_of_two || isnan(scale)) return scale;
-  return __uint_as_float(__float_as_uint(scale) & 0xff800000u);  // without a mantissa: down to one
+  return power_of_two ? floor_to_power_of_two(scale) : scale;
 }
 
 }  // namespace fp8lt

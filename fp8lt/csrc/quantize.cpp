@@ -5,6 +5,7 @@
 namespace fp8lt {
 
 size_t quantize_scratch_bytes(const Quantize& q) {
+  if (q.history.state != nullptr) return delayed_scratch_bytes(q);
   switch (q.scaling) {
     case Scaling::kTensorwise: return tensorwise_scratch_bytes(q);
     case Scaling::kRowwise: return rowwise_scratch_bytes(q);
@@ -15,6 +16,7 @@ size_t quantize_scratch_bytes(const Quantize& q) {
 cudaError_t quantize(const Quantize& q, cudaStream_t stream) {
   constexpr int64_t kMostTiles = INT32_MAX / 2;  // of 128 x 128: 1.7e13 elements
   if (blocks_of(q.rows) * blocks_of(q.cols) > kMostTiles) return cudaErrorInvalidValue;
+  if (q.history.state != nullptr) return quantize_delayed(q, stream);
   switch (q.scaling) {
     case Scaling::kTensorwise: return quantize_tensorwise(q, stream);
     case Scaling::kRowwise: return quantize_rowwise(q, stream);

@@ -22,6 +22,15 @@ constexpr int64_t padded(int64_t size) { return (size + kPad - 1) / kPad * kPad;
 constexpr int64_t blocks_of(int64_t size) { return (size + 127) / 128; }
 constexpr int64_t blocks_to_4(int64_t size) { return (blocks_of(size) + 3) / 4 * 4; }
 
+// The history of the amaxes of a tensor that comes again every step; see ops.quantize_delayed.
+struct History {
+  float* state;      // [length + 2] amaxes, the place of the next, whether there is one; or null
+  int64_t length;
+  int margin;        // scales leave room for amaxes 2^margin times as large
+  bool most_recent;  // the scale is by the latest amax, not by the largest
+  bool record;       // the amax of x enters
+};
+
 // One quantise of `x` [rows, cols], contiguous, any alignment. See ops.py for what each scaling
 // means. Where R and C are the padded dimensions and L(n) = ceil(n / 128), the scales are
 //
@@ -35,6 +44,7 @@ struct Quantize {
   RealType real;
   Fp8Type fp8;
   Scaling scaling;
+  History history;         // kTensorwise: delayed, if it has a state
   bool folded;             // kRowwise: data_t has the bytes of data
   bool power_of_two;       // scales are rounded down to one
   int64_t rows, cols;
@@ -59,9 +69,11 @@ cudaError_t quantize(const Quantize& q, cudaStream_t stream);
 
 // The same of one scaling, each in a file of its own.
 size_t tensorwise_scratch_bytes(const Quantize& q);
+size_t delayed_scratch_bytes(const Quantize& q);
 size_t rowwise_scratch_bytes(const Quantize& q);
 size_t blockwise_scratch_bytes(const Quantize& q);
 cudaError_t quantize_tensorwise(const Quantize& q, cudaStream_t stream);
+cudaError_t quantize_delayed(const Quantize& q, cudaStream_t stream);
 cudaError_t quantize_rowwise(const Quantize& q, cudaStream_t stream);
 cudaError_t quantize_blockwise(const Quantize& q, cudaStream_t stream);
 

@@ -23,6 +23,20 @@ struct TensorScale {
   __device__ void prepare(uint32_t, int) {}
 };
 
+// The same, and the largest magnitude of what is cast: `largest`, as add_magnitudes has it.
+template <typename T>
+struct RecordingScale : TensorScale {
+  uint32_t largest;
+
+  __device__ explicit RecordingScale(float scale) : TensorScale{scale}, largest(0) {}
+  __device__ void enter(const Patch<T>& patch, const Place&, int) {
+#pragma unroll
+    for (int l = 0; l < kPatchRows * kLines<T>; ++l) {
+      largest = add_magnitudes<T>(largest, patch.lines[l / kLines<T>][l % kLines<T>]);
+    }
+  }
+};
+
 // ------------------------------------------------------------------------- of rows and columns
 
 // One for every row of x and, unless folded, one for every column, from the largest magnitudes that

@@ -11,11 +11,13 @@
 // For a small matrix the host is the bottleneck, so it takes one kernel: a single cluster of
 // blocks, which the hardware starts together and can synchronise.
 
-#include <cooperative_groups.h>
-
 #include <utility>
 
 #include "launch.cuh"
+
+#if FP8LT_SM90
+#include <cooperative_groups.h>
+#endif
 
 namespace fp8lt {
 namespace {
@@ -54,7 +56,8 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
       scale_of<kType>(__uint_as_float(block_max(largest)), q.power_of_two);
   write_scale_inv(q, share, scale);
   if (needs_tiles(q)) {
-    cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, TensorScale{scale});
+    TensorScale scales{scale};
+    cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, scales);
   } else if (q.data != nullptr) {
     cast_rows<T, kType>(q, grid, share, scale);
   }
@@ -104,7 +107,8 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
   const float scale = scale_of<kType>(__uint_as_float(largest), q.power_of_two);
   write_scale_inv(q, share, scale);
   if (needs_tiles(q)) {
-    cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, TensorScale{scale});
+    TensorScale scales{scale};
+    cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, scales);
   } else if (q.data != nullptr) {
     rows.template store<kType>(share.block, lines, scale);
   }

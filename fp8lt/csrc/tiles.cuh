@@ -5,8 +5,6 @@
 // through shared memory so that its rows leave as whole 128-byte lines too.
 #pragma once
 
-#include <cuda_pipeline.h>
-
 #include "elements.cuh"
 
 namespace fp8lt {
@@ -121,28 +119,18 @@ __device__ uint4* line_in(uint4* place, int r, int i) {
   return place + (r * kLines<T> + i) * kThreads + threadIdx.x;
 }
 
-// Begin a copy of 16 bytes. An f32 thread reads halves of sectors, and its next line the others:
-// by way of L1 the sector comes once.
-template <typename T>
-__device__ void copy_async(uint4* to, const uint4* from) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  if constexpr (kLines<T> == 1) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-  }
-}
-
-// Begin to copy this thread's patch of `tile` into `place`; the caller commits.
+// Begin to copy this thread's patch of `tile` into `place`; the caller commits. An f32 thread reads
+// halves of sectors, and its next line the others: by way of L1 a sector comes once.
 template <typename T>
 __device__ void fetch(const Quantize& q, const Grid& grid, uint32_t tile, uint4* place) {
+  constexpr bool kByL1 = kLines<T> > 1;
   const Place at = place_of(q, grid, tile);
 #pragma unroll
   for (int r = 0; r < kPatchRows; ++r) {
     if (at.interior || is_whole_line(q, grid, at.row + r, at.col)) {
       const uint4* from = reinterpret_cast<const uint4*>(element<T>(q, at.row + r, at.col));
 #pragma unroll
-      for (int i = 0; i < kLines<T>; ++i) copy_async<T>(line_in<T>(place, r, i), from + i);
+      for (int i = 0; i < kLines<T>; ++i) copy_async<kByL1>(line_in<T>(place, r, i), from + i);
     } else {
       uint4 lines[kLines<T>];
       load_ragged<T>(q, at.row + r, at.col, lines);
