@@ -4,7 +4,7 @@ Names, fields, meanings and defaults are torchao's, so that a script changes its
 else. What no recipe here computes is refused when the object is made.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -111,6 +111,7 @@ class Float8LinearConfig:
 
     Raises:
         ValueError: a combination that no recipe here computes; the text names the field.
+        TypeError: a field that is not of its type.
     """
 
     cast_config_input: CastConfig = field(default=CastConfig())
@@ -129,6 +130,7 @@ class Float8LinearConfig:
     round_scales_to_power_of_2: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._fill_in_casts()
         if self.enable_fsdp_float8_all_gather:
             raise ValueError(
@@ -136,6 +138,15 @@ class Float8LinearConfig:
                 "weights in their own precision"
             )
         self.recipe()
+
+    def _check_types(self) -> None:
+        optional = _OPERANDS.values()  # which None says to take from the operand's other cast
+        gemms = [f.name for f in fields(self) if f.name.startswith("gemm_config")]
+        for names, want in ((_CASTS, CastConfig), (gemms, Float8GemmConfig)):
+            for name in names:
+                got = getattr(self, name)
+                if not isinstance(got, want) and not (got is None and name in optional):
+                    raise TypeError(f"{name}: want a fp8lt.{want.__name__}, got {got!r}")
 
     def _fill_in_casts(self) -> None:
         """Replace each None as torchao does; a CastConfig that others may hold stays as it is."""

@@ -112,7 +112,9 @@ def quantize_delayed(
     """Quantise `x` [R, C] with one scale from `state`, in place; see `ops.quantize_delayed`."""
     amax, (ring, position, recorded) = _amax(x), state.split((state.shape[0] - 2, 1, 1))
     length = ring.shape[0]
-    past = ring[((position - 1) % length).long()] if most_recent else ring.amax(0, keepdim=True)
+    # Whoever wrote the state: no place outside of it.
+    place = torch.where((position >= 0) & (position < length), position.trunc(), 0.0)
+    past = ring[((place - 1) % length).long()] if most_recent else ring.amax(0, keepdim=True)
     deciding = torch.where(recorded > 0, past, amax)  # the first tensor's own, no step with scale 1
     scale = scale_from_amax(deciding, dtype, power_of_two, margin)
     copies, scale_inv = _under_one_scale(x, scale, dtype, row_major, transposed)
@@ -121,9 +123,9 @@ def quantize_delayed(
     if record:
         # A zero does not enter either: after zeros, whatever comes would saturate.
         enters = amax.isfinite() & (amax > 0)
-        here = enters & (torch.arange(length, device=x.device) == position)
+        here = enters & (torch.arange(length, device=x.device) == place)
         ring = torch.where(here, amax, ring)
-        position = torch.where(enters, (position + 1) % length, position)
+        position = torch.where(enters, (place + 1) % length, position)
         state.copy_(torch.cat([ring, position, torch.where(enters, 1.0, recorded)]))
     return *copies, scale_inv, _sums(x, sums_dtype)
 

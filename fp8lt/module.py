@@ -127,6 +127,8 @@ class Linear(nn.Linear):
             self._buffers[_STATE] = _to(self.fp8_state, self.weight.device)
             if _STATE in local_metadata:
                 _restore(self, prefix + _STATE, local_metadata[_STATE])
+            elif prefix + "weight" in state_dict and not self.fp8_state.is_meta:
+                self.fp8_state.zero_()  # amaxes of other weights, of what other layers make of x
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy outlives the contexts that it was made in: nothing would ever end them for it.
@@ -376,5 +378,6 @@ def _recipe(config: Float8LinearConfig | Recipe | str | None) -> Recipe:
         return resolve(config)
     except TypeError:
         raise TypeError(
-            f"config: want a Float8LinearConfig, a recipe or its name, got {type(config).__name__}"
+            "config: want a fp8lt.Float8LinearConfig, a recipe or its name, got "
+            f"{type(config).__module__}.{type(config).__qualname__}"
         ) from None

@@ -139,12 +139,19 @@ def columns_of_w(w: Tensor, recipe: Recipe, history: History | None, *, emulated
 
 
 def grad_weight_in_high_precision(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `dy.T @ x`, [N, K] in `dtype`, multiplied in the dtype of x whatever autocast says."""
+    """Return `dy.T @ x`, [N, K] in `dtype`, of the factors as they are, whatever autocast says."""
     kind = dy.device.type
+    factors = torch.promote_types(dy.dtype, x.dtype)
+    wide = dtype == torch.float32 != factors  # a 16-bit product would round what is wanted in f32
+    if wide and kind != "cuda":
+        factors = dtype
     # autocast raises for meta
     plain = contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
     with plain:
-        return (dy.to(x.dtype).t() @ x).to(dtype)
+        dy_t, x = dy.to(factors).t(), x.to(factors)
+        if wide and kind == "cuda":
+            return torch.mm(dy_t, x, out_dtype=dtype)
+        return (dy_t @ x).to(dtype)
 
 
 def _columns_under_one_scale(w: Tensor, recipe: Recipe, emulated: bool) -> Quantized:

@@ -190,7 +190,7 @@ def gemm_nt(
 
     a: [padded m, K] fp8, b: [padded n, K] fp8, not both e5m2.
     a_scale_inv, b_scale_inv: f32, laid out as `scaling` of a and b says: [S], one number in every
-        element; [m], [n] or longer, one per row; [ceil(K / 128), padded m or n] for 1x128;
+        element; [padded m or n] or longer, one per row; [ceil(K / 128), padded m or n] for 1x128;
         [ceil(m or n / 128), L4(K)] for 128x128, see `quantize_blockwise`.
     bias: [n] bf16, f16 or f32. The epilogue adds it in f32 where it has a form for it; an f32 or
         f16 bias of an f32 result is added after, so that it is not rounded first.

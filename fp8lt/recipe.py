@@ -15,7 +15,7 @@ A finer scale keeps an outlier's damage to its row or block, and costs time. A r
 formats in words ("e4m3"); which dtype that is depends on the tensor's device (`device.formats`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -60,6 +60,10 @@ class Recipe:
             )
         if self.fp8_format not in ("hybrid", "e4m3"):
             raise ValueError(f"fp8_format: want 'hybrid' or 'e4m3', got {self.fp8_format!r}")
+        for one in fields(self):
+            if isinstance(one.default, bool) and not isinstance(getattr(self, one.name), bool):
+                got = getattr(self, one.name)
+                raise ValueError(f"{one.name}: want True or False, got {got!r}")
 
     @property
     def name(self) -> str:
@@ -224,7 +228,7 @@ def resolve(recipe: "str | Recipe") -> Recipe:
         ValueError: no recipe has that name.
         TypeError: neither a name nor a recipe.
     """
-    if isinstance(recipe, Recipe):
+    if isinstance(recipe, Recipe) and type(recipe) is not Recipe:
         return recipe
     if not isinstance(recipe, str):
         raise TypeError(f"recipe: want a name or a recipe object, got {type(recipe).__name__}")

@@ -28,6 +28,7 @@ Limits:
 - Ranks of a distributed run have histories of their own, nothing is reduced; but DDP gives them
   those of rank 0 at each forward, as all buffers, unless `broadcast_buffers=False`.
 - What raises after its quantise has been recorded.
+- Calls of one layer at the same time, by several threads or streams, may lose an entry.
 """
 
 import inspect
@@ -134,7 +135,8 @@ class DelayedState:
 
 def zeros(recipe: DelayedScaling, device: torch.device | str | None = None) -> Tensor:
     """Return the state of a layer for which nothing was recorded."""
-    return torch.zeros(3, recipe.amax_history_len + 2, dtype=torch.float32, device=device)
+    with torch.inference_mode(False):  # of an inference tensor no training could change anything
+        return torch.zeros(3, recipe.amax_history_len + 2, dtype=torch.float32, device=device)
 
 
 def resized(amaxes: Tensor, length: int) -> Tensor:
@@ -142,6 +144,15 @@ def resized(amaxes: Tensor, length: int) -> Tensor:
     if amaxes.dim() != 2 or amaxes.shape[0] != 3 or amaxes.shape[1] < 3:
         raise ValueError(f"want the state of a layer, [3, H + 2], got {list(amaxes.shape)}")
     held = amaxes.shape[1] - 2
+    position = amaxes[:, held]
+    # On the device of what was saved, a CPU mostly; a state on meta holds nothing to check.
+    if not amaxes.is_meta and not bool(
+        ((position >= 0) & (position < held) & (position == position.floor())).all()
+        & (amaxes.isfinite() & (amaxes >= 0)).all()
+    ):
+        raise ValueError(
+            "want amaxes that are finite and not negative, and positions in 0 ... H - 1"
+        )
     if held == length:
         return amaxes
     ring, position, recorded = amaxes.split((held, 1, 1), 1)

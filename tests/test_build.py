@@ -101,6 +101,7 @@ TWINS = """
 import itertools, torch, fp8lt
 from fp8lt import ops, recipe
 from fp8lt.linear import _Linear
+from fp8lt.state import Histories
 
 def leaves(*tensors): return [t.clone().requires_grad_(need) for t, need in tensors]
 
@@ -121,7 +122,7 @@ for lead, x_dtype, w_dtype, bias_dtype, out_dtype, how in itertools.product(
             if native:
                 y = ops.linear(args[0], args[1], bias, None, how, out_dtype)
             elif any(needs):
-                y = _Linear.apply(args[0], args[1], bias, None, how, out_dtype, False)
+                y = _Linear.apply(args[0], args[1], bias, None, how, out_dtype, False, Histories())
             else:
                 y = fp8lt.linear(args[0], args[1], bias, out_dtype=out_dtype)
             if any(needs):

@@ -145,3 +145,15 @@ def test_a_model_is_converted_by_name_by_recipe_and_by_configuration(name: str) 
         x = torch.randn(5, 40)
         options = {"recipe": name, "state": state_for(name, "cpu")}
         assert torch.equal(layer(x), fp8lt.linear(x, layer.weight, layer.bias, **options))
+
+
+def test_a_field_of_another_type_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"cast_config_input: want a fp8lt\.CastConfig, got None"):
+        fp8lt.Float8LinearConfig(cast_config_input=None)
+    with pytest.raises(TypeError, match=r"gemm_config_output: want a fp8lt\.Float8GemmConfig"):
+        fp8lt.Float8LinearConfig(gemm_config_output=True)
+    import torchao.float8
+
+    config = torchao.float8.Float8LinearConfig()
+    with pytest.raises(TypeError, match=r"got torchao\.float8\.config\.Float8LinearConfig"):
+        fp8lt.convert_to_float8_training(torch.nn.Linear(16, 16), config=config)

@@ -8,7 +8,7 @@ import torch
 from cases import CountOps, assert_same, awkward, layouts, randn, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import fp8lt
 from fp8lt import DelayedScaling, DelayedState, device, ops
@@ -331,3 +331,11 @@ def test_it_runs_on_every_gpu_that_tensorwise_runs_on() -> None:
         ]
         assert answers[0] == answers[1]
     assert device.cublaslt_reason(120804, "delayed") is None
+
+
+def test_a_layer_converted_in_inference_mode_trains_outside_of_it() -> None:
+    layer = nn.Linear(16, 16)
+    with torch.inference_mode():
+        fp8lt.convert_to_float8_training(layer, config="delayed")
+    layer(torch.ones(4, 16)).sum().backward()
+    assert layer.weight.grad is not None

@@ -391,7 +391,9 @@ def test_the_e4m3_format_quantises_gradients_to_e4m3(on: torch.device) -> None:
 def test_bad_arguments_name_themselves() -> None:
     with pytest.raises(TypeError, match=r"module: want an nn\.Module, got list"):
         fp8lt.convert_to_float8_training([nn.Linear(2, 2)])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"config: want a Float8LinearConfig, .* got dict"):
+    with pytest.raises(
+        TypeError, match=r"config: want a fp8lt\.Float8LinearConfig, .* got builtins\.dict"
+    ):
         fp8lt.convert_to_float8_training(mlp(), config={})  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"recipe: want one of tensorwise, delayed, rowwise, .*; got 'mx'"

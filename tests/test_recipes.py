@@ -110,9 +110,12 @@ def test_dtypes_and_autocast_are_those_of_the_tensors(on: torch.device, name: st
 
 def test_dw_in_high_precision_is_a_plain_product(on: torch.device) -> None:
     x, w, _, dy = operands(on)
-    for w_dtype in (torch.bfloat16, torch.float32):
-        dw = run(x, w.to(w_dtype), None, dy, recipe="rowwise_with_gw_hp")[2]
-        assert torch.equal(dw, (dy.t() @ x).to(w_dtype))
+    dw, dw_f32 = (
+        run(x, w.to(dtype), None, dy, recipe="rowwise_with_gw_hp")[2]
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert torch.equal(dw, dy.t() @ x)
+    torch.testing.assert_close(dw_f32, dy.float().t() @ x.float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", FINE)
@@ -393,3 +396,10 @@ def test_what_a_recipe_cannot_do_is_refused_when_it_is_made(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         kind(**options)
+
+
+def test_what_is_no_recipe_is_refused() -> None:
+    with pytest.raises(TypeError, match="want a name or a recipe object, got Recipe"):
+        resolve(Recipe())
+    with pytest.raises(ValueError, match="fast_accum_output: want True or False, got 'no'"):
+        fp8lt.RowwiseScaling(fast_accum_output="no")

@@ -9,6 +9,7 @@ import torch
 from cases import DTYPES, T_SAME, assert_same, awkward, error, layouts, randn, raw, to_gpu, undone
 from torch import Tensor
 
+import fp8lt
 from fp8lt import device, emulate, ops
 from fp8lt.emulate import Scaling
 
@@ -370,3 +371,23 @@ def test_gemm_refuses_what_it_cannot_do(where: str, change: Options, message: st
     args = {"a": q.data, "b": q.data, "a_scale_inv": q.scale_inv, "b_scale_inv": q.scale_inv}
     with pytest.raises(RuntimeError, match=message):
         ops.gemm_nt(**{**args, "m": 20, "n": 20, "scaling": ROWWISE, **change(where)})
+
+
+@pytest.mark.parametrize("dy_factor", [1e-9, 1.0, 1e6])
+def test_the_high_precision_dw_is_not_rounded_to_x(on: torch.device, dy_factor: float) -> None:
+    x = randn(24, 32, on=on, dtype=torch.float16)
+    w = randn(16, 32, on=on, dtype=torch.float32).requires_grad_()
+    dy = randn(24, 16, on=on, dtype=torch.float32, seed=1) * dy_factor
+    y = fp8lt.linear(x, w, recipe="rowwise_with_gw_hp", out_dtype=torch.float32)
+    (dw,) = torch.autograd.grad(y, w, dy)
+    torch.testing.assert_close(dw, dy.t() @ x.float(), rtol=1e-4, atol=1e-4 * dy_factor)
+
+
+def test_an_f32_weight_gets_a_high_precision_dw_of_more_than_sixteen_bits(on: torch.device) -> None:
+    x = randn(24, 32, on=on, dtype=torch.bfloat16)
+    w = randn(16, 32, on=on, dtype=torch.float32).requires_grad_()
+    y = fp8lt.linear(x, w, recipe="rowwise_with_gw_hp")
+    (dw,) = torch.autograd.grad(y, w, torch.ones_like(y))
+    want = torch.ones_like(y).double().t() @ x.double()
+    torch.testing.assert_close(dw.double(), want, rtol=1e-5, atol=1e-4)
+    assert not torch.equal(dw, dw.bfloat16().float())

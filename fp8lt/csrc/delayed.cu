@@ -22,6 +22,12 @@ struct Ends {
   uint32_t blocks;   // that have ended
 };
 
+// The place in the ring where the next amax goes. Whoever wrote the state: none outside of it.
+__device__ inline int64_t next_place(const History& h) {
+  const float place = h.state[h.length];
+  return place >= 0 && place < static_cast<float>(h.length) ? static_cast<int64_t>(place) : 0;
+}
+
 __device__ inline bool has_history(const History& h) { return h.state[h.length + 1] != 0.0f; }
 
 template <typename T>
@@ -42,7 +48,7 @@ __device__ inline uint32_t deciding_amax(const History& h, const uint32_t* parti
   if (!has_history(h)) {
     for (int i = threadIdx.x; i < partials; i += kThreads) largest = max(largest, partial[i]);
   } else if (h.most_recent) {
-    const int64_t next = static_cast<int64_t>(h.state[h.length]);
+    const int64_t next = next_place(h);
     largest = __float_as_uint(h.state[(next + h.length - 1) % h.length]);
   } else {
     for (int64_t i = threadIdx.x; i < h.length; i += kThreads) {
@@ -68,7 +74,7 @@ __device__ inline void end(const Quantize& q, uint32_t largest) {
       q.scale_inv[i] = __uint_as_float(0x7fc00000u);
     }
   } else if (h.record && largest > 0 && threadIdx.x == 0) {
-    const int64_t next = static_cast<int64_t>(h.state[h.length]);
+    const int64_t next = next_place(h);
     h.state[next] = __uint_as_float(largest);
     h.state[h.length] = static_cast<float>((next + 1) % h.length);
     h.state[h.length + 1] = 1.0f;

@@ -19,6 +19,14 @@ enum class Memory {
   kScaleWithDataT
 };
 
+inline bool is_fp8(at::ScalarType type) {
+  return type == at::ScalarType::Float8_e4m3fn || type == at::ScalarType::Float8_e5m2;
+}
+inline bool is_real(at::ScalarType type) {
+  return type == at::ScalarType::Float || type == at::ScalarType::Half ||
+         type == at::ScalarType::BFloat16;
+}
+
 // `x` [..., C]: its leading dimensions are rows. See ops.quantize_tensorwise.
 Quantized quantize_tensorwise_cuda(const at::Tensor& x, at::ScalarType dtype, bool row_major,
                                    bool transposed, std::optional<at::ScalarType> sums_dtype,
