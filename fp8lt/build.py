@@ -228,7 +228,7 @@ def _build(tools: Toolchain, spec: dict[str, object], target: Path) -> None:
     arch = architectures()
     say(
         f"compiling the CUDA extension (compute capability {arch}, nvcc {tools.nvcc_version}), "
-        f"once, about half a minute; it is kept in {target}"
+        f"once, in less than a minute; it is kept in {target}"
     )
     start = time.monotonic()
     # The linker wants this name; wheels have only the versioned one.

@@ -15,6 +15,7 @@ A finer scale keeps an outlier's damage to its row or block, and costs time. A r
 formats in words ("e4m3"); which dtype that is depends on the tensor's device (`device.formats`).
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -24,7 +25,7 @@ from .device import Formats
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(ABC):
     """What every recipe says; the base of the ones that can be used.
 
     Fast accumulation skips the periodic promotion of partial sums to float32: fine for the output,
@@ -66,9 +67,9 @@ class Recipe:
                 raise ValueError(f"{one.name}: want True or False, got {got!r}")
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """The name under which `resolve` knows this kind of recipe."""
-        raise NotImplementedError
 
     def forward_dtype(self, formats: Formats) -> torch.dtype:
         """Return the dtype of x and w, given the formats of their device."""
@@ -228,7 +229,7 @@ def resolve(recipe: "str | Recipe") -> Recipe:
         ValueError: no recipe has that name.
         TypeError: neither a name nor a recipe.
     """
-    if isinstance(recipe, Recipe) and type(recipe) is not Recipe:
+    if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
         raise TypeError(f"recipe: want a name or a recipe object, got {type(recipe).__name__}")

@@ -2,16 +2,20 @@
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+import oracle
+
 import fp8lt
 from fp8lt import ops, toolchain
-from fp8lt.emulate import Scaling
 from fp8lt.recipe import DelayedScaling, Recipe, resolve
 
 M_SIZES = (0, 1, 3, 17, 4099)
@@ -61,21 +65,7 @@ def dequantised(x: Tensor, fp8: torch.dtype) -> Tensor:
     return q.double() * (1 / scale).double().to(x.device)
 
 
-def undone(data: Tensor, scale_inv: Tensor, scaling: int) -> Tensor:
-    """Return what an FP8 copy stands for, in float64, padding and all."""
-    rows, k = data.shape
-    inv = scale_inv.double()
-    if scaling == Scaling.TENSORWISE:
-        inv = inv[0]
-    elif scaling == Scaling.ROWWISE:
-        inv = inv[:rows, None]
-    else:
-        if scaling == Scaling.BLOCKWISE_128X128:
-            inv = inv.repeat_interleave(128, 0)[:rows]
-        else:
-            inv = inv.t()
-        inv = inv.repeat_interleave(128, 1)[:, :k]
-    return data.double() * inv
+undone = oracle.undone
 
 
 def raw(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The build: found tools, cache keys, one builder, messages. Real compilers, real processes.
 
-Compiling takes half a minute, so the whole thing happens once, for all tests of this file; it needs
-a CUDA build of torch and an nvcc, and is skipped, with the reason, where there is none.
+Compiling takes most of a minute, so the whole thing happens once, for all tests of this file; it
+needs a CUDA build of torch and an nvcc, and is skipped, with the reason, where there is none.
 """
 
 import os
