@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import numerics  # noqa: E402
 
 README = (ROOT / "README.md").read_text()
+PLAIN = " ".join(README.split())
 MODULES = sorted(p.stem for p in Path(fp8lt.__file__).parent.glob("*.py"))
 
 
@@ -87,6 +89,56 @@ def test_the_training_figures_of_the_readme_are_those_recorded() -> None:
     assert f"{bf16['tokens_per_s'] / 1e3:.0f} k with bf16" in README
     assert f"({fp8['tokens_per_s'] / bf16['tokens_per_s']:.2f}x)" in README
     assert f"is {fp8['val_loss_end']:.3f} against {bf16['val_loss_end']:.3f}" in README
+
+
+# ------------------------------------------------------------------------------------------ speed
+
+
+def recorded(name: str, mode: str) -> dict[str, Any]:
+    record = json.loads((ROOT / "tools" / "results" / name).read_text())
+    return record["modes"][mode]
+
+
+def test_the_speed_of_a_layer_in_the_readme_is_that_recorded() -> None:
+    layer = recorded("bench_h200.json", "layer")
+    (_, *cases), *lines = table("speed-up over bf16")
+    told = {
+        (line[0].strip("`"), case): cell for line in lines for case, cell in zip(cases, line[1:])
+    }
+    rows = [r for r in layer["rows"] if r["phase"] == "fwd+bwd" and r["contender"] != "bf16"]
+    assert told == {(r["contender"], r["case"]): f"{r['ratio']:.2f}x" for r in rows}
+
+    first = layer["parts"][0]
+    total = first["gemms_us"] + first["quantise_us"] + first["host_gap_us"]
+    floors = {r["case"]: r["two_reads_us"] for r in recorded("bench_h200.json", "quantize")["rows"]}
+    floor = 2 * floors["8192x4096 bfloat16"] + floors["4096x4096 bfloat16"]
+    assert (
+        f"At {first['case']} the GEMMs take {first['gemms_us'] / total:.0%} of the layer, quantise "
+        f"{first['quantise_us'] / total:.0%}".replace("%", " %")
+    ) in PLAIN
+    assert f"would take {floor / total:.0%} by themselves".replace("%", " %") in PLAIN
+
+    small = [
+        r for r in recorded("bench_h200.json", "host")["rows"]
+        if (r["case"], r["phase"], r["status"]) == ("16x512x512", "fwd+bwd", "ok")
+    ]  # fmt: skip
+    (own,) = [r["ratio"] for r in small if r["contender"] == "fp8lt"]
+    best = min(r["ratio"] for r in small if not r["contender"].startswith(("fp8lt", "bf16")))
+    assert f"{own:.2f}x of bf16's time" in PLAIN
+    assert f"(the next best takes {best:.2f}x)" in PLAIN
+
+
+def test_the_speed_of_a_model_in_the_readme_is_that_recorded() -> None:
+    rows = recorded("bench_model_h200.json", "model")["rows"]
+    assert table("four Llama-like blocks")[1:] == [
+        [
+            f"`{r['contender']}`",
+            f"{r['us'] / 1e3:.1f}",
+            f"{r['ratio']:.2f}x",
+            f"{r['peak_bytes'] / 2**30:.2f}",
+        ]
+        for r in rows
+    ]
 
 
 # ---------------------------------------------------------------------------------------- recipes
