@@ -103,7 +103,9 @@ def test_the_speed_of_a_layer_in_the_readme_is_that_recorded() -> None:
     layer = recorded("bench_h200.json", "layer")
     (_, *cases), *lines = table("speed-up over bf16")
     told = {
-        (line[0].strip("`"), case): cell for line in lines for case, cell in zip(cases, line[1:])
+        (line[0].strip("`"), case): cell
+        for line in lines
+        for case, cell in zip(cases, line[1:], strict=True)
     }
     rows = [r for r in layer["rows"] if r["phase"] == "fwd+bwd" and r["contender"] != "bf16"]
     assert told == {(r["contender"], r["case"]): f"{r['ratio']:.2f}x" for r in rows}
