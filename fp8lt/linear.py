@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 
 from . import device, operands, ops
 from .emulate import Scaling, padded
-from .recipe import DelayedScaling, DynamicScaling, Recipe, resolve
+from .recipe import DelayedScaling, Recipe, resolve
 from .state import DelayedState, Histories
 
 
@@ -93,18 +93,20 @@ def run(
         x = x.to(torch.get_autocast_dtype(kind))
     emulated = ops.backend(x.device, recipe.emulate, recipe.name)
     out_dtype = out_dtype or x.dtype
-    native = x.is_cuda and not emulated and not torch.compiler.is_compiling()
-    if native and isinstance(recipe, DynamicScaling):
-        return ops.linear(x, w, bias, w_quantized, recipe, out_dtype)
-    wanted = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, w, bias)
-    )
-    histories = Histories()
+    histories = None
     if state is not None:
-        histories, w_quantized = state.histories(wanted, w_quantized)
+        histories, w_quantized = state.histories(_wants_gradients(x, w, bias), w_quantized)
+    if x.is_cuda and not emulated and not torch.compiler.is_compiling():
+        return ops.linear(x, w, bias, w_quantized, recipe, out_dtype, histories)
     args = (x, w, bias, w_quantized, recipe, out_dtype, emulated, histories)
-    y: Tensor = _Linear.apply(*args) if wanted else _forward(*args, need_x=False, need_w=False)[0]
+    if not _wants_gradients(x, w, bias):
+        return _forward(*args, need_x=False, need_w=False)[0]
+    y: Tensor = _Linear.apply(*args)
     return y
+
+
+def _wants_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def quantize_weight(
@@ -136,7 +138,7 @@ def _forward(
     recipe: Recipe,
     out_dtype: torch.dtype,
     emulated: bool,
-    histories: Histories,
+    histories: Histories | None,
     *,
     need_x: bool,
     need_w: bool,
@@ -144,9 +146,10 @@ def _forward(
     """Return y and the FP8 x and w, transposed where a gradient will need that."""
     *lead, k = x.shape
     x = x.reshape(math.prod(lead), k)
-    xq = operands.quantize_x(x, recipe, histories.x, transposed=need_w, emulated=emulated)
+    x_history, w_history = (histories.x, histories.w) if histories else (None, None)
+    xq = operands.quantize_x(x, recipe, x_history, transposed=need_w, emulated=emulated)
     wq = w_quantized or operands.quantize_w(
-        w, recipe, histories.w, transposed=need_x, emulated=emulated
+        w, recipe, w_history, transposed=need_x, emulated=emulated
     )
     y = ops.gemm_nt(
         xq.data, wq.data, xq.scale_inv, wq.scale_inv, x.shape[0], w.shape[0],
@@ -209,12 +212,12 @@ class _Linear(torch.autograd.Function):
         recipe: Recipe,
         out_dtype: torch.dtype,
         emulated: bool,
-        histories: Histories,
+        histories: Histories | None,
     ) -> Tensor:
         need_x, need_w, *_ = ctx.needs_input_grad
         ctx.recompute_w = need_x and recipe.recompute_weight and w_quantized is None
         ctx.keep_x = need_w and operands.keeps_x(recipe)
-        ctx.history_of_w = histories.w.kept() if ctx.recompute_w and histories.w else None
+        ctx.history_of_w = histories.w.kept() if ctx.recompute_w and histories else None
         y, xq, wq = _forward(
             x, w, bias, w_quantized, recipe, out_dtype, emulated, histories,
             need_x=need_x and not ctx.recompute_w, need_w=need_w and not ctx.keep_x,
@@ -224,7 +227,7 @@ class _Linear(torch.autograd.Function):
             *_saved(need_x, w if ctx.recompute_w else None, wq),
         )
         ctx.recipe, ctx.emulated, ctx.x_shape = recipe, emulated, x.shape
-        ctx.history_of_dy = histories.dy
+        ctx.history_of_dy = histories.dy if histories else None
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
         return y
 

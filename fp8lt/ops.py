@@ -22,7 +22,7 @@ and their shapes depend on shapes and dtypes alone.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ from torch.overrides import has_torch_function_variadic
 
 from . import build, device, schemas, settings
 from .emulate import Scaling
-from .recipe import Recipe
+from .recipe import NAMES, DelayedScaling, Recipe
+from .state import Histories
 
 REAL_DTYPES = schemas.REAL_DTYPES
 
@@ -267,20 +268,25 @@ def linear(
     w_quantized: Quantized | None,
     recipe: Recipe,
     out_dtype: torch.dtype,
+    histories: Histories | None = None,
 ) -> Tensor:
-    """Run `linear.py`'s autograd function in the extension: the same, with less host time.
-
-    recipe: a `DynamicScaling`; the extension has no whole layer for others.
-    """
-    args = (
-        x, w, bias, *(w_quantized[:3] if w_quantized else (None, None, None)),
+    """Run `linear.py`'s autograd function in the extension: the same, with less host time."""
+    operands = (x, w, bias, *(w_quantized[:4] if w_quantized else (None, None, None, None)))
+    options: tuple[Any, ...] = (
         recipe.forward_dtype(device.OCP), recipe.backward_dtype(device.OCP), out_dtype,
         recipe.fast_accum_output, recipe.fast_accum_grad_input, recipe.fast_accum_grad_weight,
         recipe.recompute_weight, recipe.power_of_two_scales,
     )  # fmt: skip
+    kind, of_delayed = NAMES.index(recipe.name), (0, False)
+    if isinstance(recipe, DelayedScaling):
+        of_delayed = (recipe.margin, recipe.amax_compute_algo == "most_recent")
     native, y = build.module(), NotImplemented
     if native is not None and not has_torch_function_variadic(x, w, bias):
-        y = native.linear(*args)
-    if y is NotImplemented:  # somebody listens to operators, or there is no such function
-        y = torch.ops.fp8lt.linear.default(*args)
-    return y
+        history = histories or (None, None, False)
+        y = native.linear(*operands, *history, kind, *options, *of_delayed)
+    if y is not NotImplemented:
+        return y
+    # Somebody listens to operators, or there is no such function.
+    if histories is None:
+        return torch.ops.fp8lt.linear.default(*operands, kind, *options)
+    return torch.ops.fp8lt.linear_delayed.default(*operands, *histories, *options, *of_delayed)

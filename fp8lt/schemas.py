@@ -348,17 +348,26 @@ gemm_nt = _define(
 # ------------------------------------------------------------------------- the extension's own
 
 # The whole layer with its gradients, made by the extension alone: `linear.py` is its definition.
+# Only delayed scaling changes what it is given.
+_OPERANDS = (
+    "Tensor x, Tensor w, Tensor? bias, Tensor? w_data, Tensor? w_data_t, Tensor? w_scale_inv,"
+    " Tensor? w_scale_inv_t"
+)
+_OPTIONS = (
+    "ScalarType forward_fp8, ScalarType backward_fp8, ScalarType out_dtype, bool fast_output,"
+    " bool fast_grad_input, bool fast_grad_weight, bool recompute_weight, bool power_of_two"
+)
+_library.define(f"linear({_OPERANDS}, int recipe, {_OPTIONS}) -> Tensor")
 _library.define(
-    "linear(Tensor x, Tensor w, Tensor? bias, Tensor? w_data, Tensor? w_data_t,"
-    " Tensor? w_scale_inv, ScalarType forward_fp8, ScalarType backward_fp8, ScalarType out_dtype,"
-    " bool fast_output, bool fast_grad_input, bool fast_grad_weight, bool recompute_weight,"
-    " bool power_of_two) -> Tensor"
+    f"linear_delayed({_OPERANDS}, Tensor(a!) amaxes, Tensor(b!) scaled_by, bool record,"
+    f" {_OPTIONS}, int margin, bool most_recent) -> Tensor"
 )
 _library.define("cublaslt_versions() -> (int compiled, int loaded)")
 _library.define("set_autotune(bool enabled, str directory, bool verbose) -> ()")
 
 
 @torch.library.register_fake("fp8lt::linear", lib=_library)
+@torch.library.register_fake("fp8lt::linear_delayed", lib=_library)
 def _linear_fake(x: Tensor, w: Tensor, *args: Any) -> Tensor:
-    out_dtype = args[6]  # after bias, the three parts of w_quantized and the two FP8 dtypes
+    _, _, out_dtype = (one for one in args if isinstance(one, torch.dtype))
     return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype)

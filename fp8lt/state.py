@@ -57,11 +57,23 @@ class History(NamedTuple):
 
 
 class Histories(NamedTuple):
-    """The histories of one call; None for a recipe without any."""
+    """The histories of one call."""
 
-    x: History | None = None
-    w: History | None = None
-    dy: History | None = None
+    amaxes: Tensor  # f32 [3, H + 2], the layer's
+    scaled_by: Tensor  # f32 [2 or 3, H + 2]: x and w have their scales from here; often `amaxes`
+    record: bool  # the amaxes of x and w enter; that of dy does in any case
+
+    @property
+    def x(self) -> History:
+        return History(self.scaled_by[0], self.record)
+
+    @property
+    def w(self) -> History:
+        return History(self.scaled_by[1], self.record)
+
+    @property
+    def dy(self) -> History:
+        return History(self.amaxes[2], True)
 
 
 class DelayedState:
@@ -109,8 +121,8 @@ class DelayedState:
 
         wanted: gradients are. w_quantized: a weight quantised before, or None.
         """
-        amaxes, dy = self.amaxes, History(self.amaxes[2], True)
-        live = Histories(History(amaxes[0], wanted), History(amaxes[1], wanted), dy)
+        amaxes = self.amaxes
+        live = Histories(amaxes, amaxes, wanted)
         if torch.compiler.is_compiling():
             _in_a_graph["delayed"] = True
             if _traced_inside_a_region():
@@ -126,8 +138,7 @@ class DelayedState:
         for region in first:
             _calls.setdefault(region, []).append(call)
         if again is not None:
-            x, w = call.scaled_by
-            return Histories(History(x, False), History(w, False), dy), call.w_quantized
+            return Histories(amaxes, call.scaled_by, False), call.w_quantized
         if wanted:
             _refuse_a_second_recomputation(amaxes)
         return live, w_quantized

@@ -98,10 +98,9 @@ def test_the_binary_holds_code_for_hopper_and_links_the_libraries_of_torch(
 
 
 TWINS = """
-import itertools, torch, fp8lt
+import dataclasses, itertools, torch, fp8lt
 from fp8lt import ops, recipe
 from fp8lt.linear import _Linear
-from fp8lt.state import Histories
 
 def leaves(*tensors): return [t.clone().requires_grad_(need) for t, need in tensors]
 
@@ -122,7 +121,7 @@ for lead, x_dtype, w_dtype, bias_dtype, out_dtype, how in itertools.product(
             if native:
                 y = ops.linear(args[0], args[1], bias, None, how, out_dtype)
             elif any(needs):
-                y = _Linear.apply(args[0], args[1], bias, None, how, out_dtype, False, Histories())
+                y = _Linear.apply(args[0], args[1], bias, None, how, out_dtype, False, None)
             else:
                 y = fp8lt.linear(args[0], args[1], bias, out_dtype=out_dtype)
             if any(needs):
@@ -134,6 +133,58 @@ for lead, x_dtype, w_dtype, bias_dtype, out_dtype, how in itertools.product(
                 assert (got.dtype, got.stride()) == (want.dtype, want.stride())
                 assert got.shape == want.shape and torch.equal(got, want)
                 count += 1
+
+# The other recipes, in two calls: what the first leaves in a history, the second scales by.
+recipes = [recipe.resolve(name) for name in recipe.NAMES[1:]]
+recipes += [dataclasses.replace(one, recompute_weight=True) for one in recipes]
+recipes += [
+    recipe.DelayedScaling(margin=1, amax_compute_algo="most_recent", power_of_two_scales=True),
+    recipe.RowwiseScaling(power_of_two_scales=False, fp8_format="hybrid"),
+]
+for lead, (x_dtype, w_dtype), bias_dtype, out_dtype, how in itertools.product(
+    [(), (0,), (3, 5), (90,)], [(bf16, bf16), (bf16, f32), (f32, bf16)], [None, bf16, f32],
+    [bf16, f32], recipes,
+):
+    w = torch.randn(24, 40, dtype=w_dtype)
+    b = [] if bias_dtype is None else [torch.randn(24, dtype=bias_dtype)]
+    xs = [torch.randn(*lead, 40, dtype=x_dtype) * size for size in (1, 3)]
+    dys = [torch.randn(*lead, 24, dtype=out_dtype) for _ in xs]
+    for needs in itertools.product([True, False], repeat=2 + len(b)):
+        if not any(needs):
+            continue
+        results = []
+        for native in (True, False):
+            delayed = isinstance(how, recipe.DelayedScaling)
+            state, result = fp8lt.DelayedState(how) if delayed else None, []
+            for x, dy in zip(xs, dys, strict=True):
+                args = leaves(*zip([x, w, *b], needs, strict=True))
+                bias = args[2] if b else None
+                histories, _ = state.histories(True) if state else (None, None)
+                if native:
+                    y = ops.linear(args[0], args[1], bias, None, how, out_dtype, histories)
+                else:
+                    y = _Linear.apply(
+                        args[0], args[1], bias, None, how, out_dtype, False, histories
+                    )
+                y.backward(dy)
+                result += [y.detach(), *(a.grad for a in args)]
+            results.append([*result, state.amaxes] if state else result)
+        for got, want in zip(*results, strict=True):
+            assert (got is None) == (want is None)
+            if got is not None:
+                assert (got.dtype, got.stride()) == (want.dtype, want.stride())
+                assert got.shape == want.shape and torch.equal(got, want), how
+                count += 1
+
+for how in recipes:
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    if not isinstance(how, recipe.DelayedScaling):
+        wq = fp8lt.quantize_weight(w, recipe=how)
+        y = ops.linear(x, w, None, wq, how, f32)
+        gradients = torch.autograd.grad(y.sum(), (x, w))
+        want = fp8lt.linear(x, w, recipe=how)
+        assert torch.equal(y, want)
+        assert all(map(torch.equal, gradients, torch.autograd.grad(want.sum(), (x, w))))
 
 x, w = torch.randn(4, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
 run = lambda: ops.linear(x, w, None, None, tensorwise, f32)
@@ -174,6 +225,21 @@ assert all(map(torch.equal, torch.autograd.grad(y.pow(2).sum(), (x, w)), want))
 y = checkpoint(block, x, use_reentrant=True)
 y.pow(2).sum().backward()
 assert torch.equal(x.grad, want[0]) and torch.equal(w.grad, want[1])
+
+for how in map(recipe.resolve, recipe.NAMES):
+    found = []
+    for again in (None, False, True):
+        states = [fp8lt.DelayedState() if how.name == "delayed" else None for _ in range(2)]
+        def one(x, w, state):
+            histories, _ = state.histories(torch.is_grad_enabled()) if state else (None, None)
+            return ops.linear(x, w, None, None, how, x.dtype, histories)
+        two = lambda t: one(one(t, w, states[0]).relu(), w.t().contiguous() * 2, states[1])
+        for _ in range(2):
+            y = two(x) if again is None else checkpoint(two, x, use_reentrant=again)
+            gradients = torch.autograd.grad(y.pow(2).sum(), (x, w)) if not again else ()
+        found.append([y.detach(), *gradients, *(state.amaxes for state in states if state)])
+    assert all(map(torch.equal, found[0], found[1])), how.name
+    assert torch.equal(found[0][0], found[2][0]) or how.name == "delayed"
 
 # A transform, a subclass, a mode, a profiler hear of the operator.
 W = torch.randn(3, 8, 8, requires_grad=True)

@@ -21,4 +21,10 @@ c10::DispatchKey dispatch_key(const Tensors&... tensors) {
       .highestPriorityTypeId();
 }
 
+// Whether the dispatcher would just call the CUDA kernel of an operator. Below autograd.
+template <typename... Tensors>
+bool is_direct(const Tensors&... tensors) {
+  return dispatch_key(tensors...) == c10::DispatchKey::CUDA;
+}
+
 }  // namespace fp8lt

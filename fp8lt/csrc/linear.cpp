@@ -5,8 +5,6 @@
 
 #include "linear.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
 #include <torch/csrc/autograd/function.h>
@@ -24,7 +22,7 @@
 #include <vector>
 
 #include "dispatch.h"
-#include "kernels.h"
+#include "operands.h"
 #include "shared_input.h"
 
 namespace fp8lt {
@@ -34,55 +32,14 @@ using at::ScalarType;
 using at::Tensor;
 using torch::autograd::variable_list;
 
-// Whether the dispatcher would just call the CUDA kernel of an operator. Below autograd.
-template <typename... Tensors>
-bool is_direct(const Tensors&... tensors) {
-  return dispatch_key(tensors...) == c10::DispatchKey::CUDA;
-}
-
-// `x` [..., C]
-Quantized quantize(const Tensor& x, ScalarType dtype, bool row_major, bool transposed,
-                   std::optional<ScalarType> sums_dtype, bool power_of_two, Memory memory) {
-  if (is_direct(x)) {
-    return quantize_tensorwise_cuda(x, dtype, row_major, transposed, sums_dtype, power_of_two,
-                                    memory);
-  }
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("fp8lt::quantize_tensorwise", "")
-                             .typed<Quantized(const Tensor&, ScalarType, bool, bool,
-                                              std::optional<ScalarType>, bool)>();
-  const int64_t rows = c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1);
-  return op.call(x.reshape({rows, x.size(-1)}), dtype, row_major, transposed, sums_dtype,
-                 power_of_two);
-}
-
-// The result has these `sizes`, [..., n].
-Tensor gemm_nt(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
-               const Tensor& b_scale_inv, at::IntArrayRef sizes, const std::optional<Tensor>& bias,
-               ScalarType out_dtype, bool fast_accum) {
-  if (is_direct(a, b, bias.has_value() ? *bias : a)) {
-    return gemm_nt_cuda(a, b, a_scale_inv, b_scale_inv, sizes, bias, out_dtype, fast_accum);
-  }
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("fp8lt::gemm_nt", "")
-          .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt,
-                        c10::SymInt, const std::optional<Tensor>&, ScalarType, bool, int64_t,
-                        int64_t)>();
-  const int64_t m = c10::multiply_integers(sizes.begin(), sizes.end() - 1);
-  constexpr auto kTensorwise = static_cast<int64_t>(Scaling::kTensorwise);
-  const Tensor d = op.call(a, b, a_scale_inv, b_scale_inv, m, sizes.back(), bias, out_dtype,
-                           fast_accum, kTensorwise, kTensorwise);
-  // A view would forbid to change the result in place.
-  return sizes.size() == 2 ? d : at::_unsafe_view(d, sizes);
-}
-
-struct Options {
-  ScalarType forward_fp8, backward_fp8, out_dtype;
-  bool fast_output, fast_grad_input, fast_grad_weight;
-  bool recompute_weight;  // keep w instead of w_t
-  bool power_of_two;
-  std::optional<Quantized> w_quantized;  // w, by somebody who uses it more than once
+// One call of the layer.
+struct Call {
+  Recipe recipe;
+  ScalarType out_dtype;
+  AmaxHistory x, w, dy;
+  bool need_x, need_w;    // their gradients
+  bool recompute_weight;  // keep w instead of its columns
+  std::optional<uint64_t> x_made_by;
 };
 
 struct Forward {
@@ -92,24 +49,22 @@ struct Forward {
 
 // y [..., N] = x [..., K] @ w [N, K].T + bias
 Forward forward(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
-                const Options& o, bool need_x, bool need_w, std::optional<uint64_t> x_made_by) {
+                std::optional<Quantized> w_quantized, const Call& call) {
   Forward f;
-  f.x = x_made_by.has_value() && is_direct(x)
-            ? quantize_shared_input(x, *x_made_by, o.forward_fp8, o.power_of_two)
-            : quantize(x, o.forward_fp8, true, need_w, std::nullopt, o.power_of_two,
-                       Memory::kScaleWithDataT);
-  f.w = o.w_quantized ? *o.w_quantized
-                      : quantize(w, o.forward_fp8, true, need_x && !o.recompute_weight,
-                                 std::nullopt, o.power_of_two, Memory::kScaleWithDataT);
+  const Recipe& recipe = call.recipe;
+  f.x = quantize_x(x, recipe, call.x, call.need_w && !recipe.keeps_x(), call.x_made_by);
+  f.w = w_quantized.has_value()
+            ? *std::move(w_quantized)
+            : quantize_w(w, recipe, call.w, call.need_x && !call.recompute_weight);
   // As ops._place_bias: in the epilogue where it has a form for it, else after, in f32.
-  const bool f32 = o.out_dtype == ScalarType::Float;
+  const bool f32 = call.out_dtype == ScalarType::Float;
   const bool after = bias.has_value() && f32 && bias->scalar_type() != ScalarType::BFloat16;
   std::optional<Tensor> epilogue;
-  if (bias.has_value() && !after) epilogue = f32 ? *bias : bias->to(o.out_dtype);
+  if (bias.has_value() && !after) epilogue = f32 ? *bias : bias->to(call.out_dtype);
   at::DimVector sizes(x.sizes());
   sizes.back() = w.size(0);
-  f.y = gemm_nt(std::get<0>(f.x), std::get<0>(f.w), std::get<2>(f.x), std::get<2>(f.w), sizes,
-                epilogue, o.out_dtype, o.fast_output);
+  f.y = gemm_nt(f.x.data, f.w.data, f.x.scale_inv, f.w.scale_inv, sizes, epilogue, call.out_dtype,
+                recipe.fast_output, recipe.forward_scalings());
   // Who listens may keep the GEMM's result, as a selective checkpoint does.
   if (after) f.y = is_direct(f.y, *bias) ? f.y.add_(*bias) : f.y.add(*bias);
   return f;
@@ -141,45 +96,58 @@ struct Refuse : torch::autograd::Node {
   }
 };
 
+// `Columns` as autograd keeps them.
+struct SavedColumns {
+  torch::autograd::SavedVariable data_t, scale_inv_t, fold;
+
+  void keep(const Columns& c) {
+    data_t = {c.data_t, false};
+    scale_inv_t = {c.scale_inv_t, false};
+    if (c.fold.defined()) fold = {c.fold, false};
+  }
+  Columns unpack() const { return {data_t.unpack(), scale_inv_t.unpack(), fold.unpack()}; }
+  void release() {
+    for (auto* saved : {&data_t, &scale_inv_t, &fold}) saved->reset_data();
+  }
+};
+
 // What autograd calls for the gradients of x, w and bias. A node of its own, since a
 // torch::autograd::Function keeps its state in a dictionary, which costs twice the time.
 struct LinearBackward : torch::autograd::Node {
-  // Those that are needed; instead of w_t and its scale it may be the weight itself.
-  torch::autograd::SavedVariable x_t, x_scale_inv, w_t, w_scale_inv, weight;
+  // Those that are needed: columns, or x or the weight itself.
+  SavedColumns x_columns, w_columns;
+  torch::autograd::SavedVariable x, weight;
+  Recipe recipe;
   bool recompute_weight;
+  AmaxHistory history_of_w, history_of_dy;
   at::DimVector x_sizes;
   int64_t n;
-  ScalarType x_dtype, w_dtype, bias_dtype, forward_fp8, backward_fp8;
-  bool fast_grad_input, fast_grad_weight, power_of_two;
+  ScalarType x_dtype, w_dtype, bias_dtype;
 
   LinearBackward(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
-                 const Options& o)
+                 const Call& call)
       : Node(torch::autograd::collect_next_edges(x, w, bias)),
-        recompute_weight(o.recompute_weight),
+        recipe(call.recipe),
+        recompute_weight(call.recompute_weight),
+        history_of_dy(call.dy),
         x_sizes(x.sizes()),
         n(w.size(0)),
         x_dtype(x.scalar_type()),
         w_dtype(w.scalar_type()),
-        bias_dtype(bias.has_value() ? bias->scalar_type() : ScalarType::Undefined),
-        forward_fp8(o.forward_fp8),
-        backward_fp8(o.backward_fp8),
-        fast_grad_input(o.fast_grad_input),
-        fast_grad_weight(o.fast_grad_weight),
-        power_of_two(o.power_of_two) {}
+        bias_dtype(bias.has_value() ? bias->scalar_type() : ScalarType::Undefined) {}
 
   std::string name() const override { return "fp8lt::LinearBackward"; }
 
-  void save(const Forward& f, const Tensor& w, bool need_x, bool need_w) {
-    const auto keep = [](const Tensor& t) { return torch::autograd::SavedVariable(t, false); };
-    if (need_w) {
-      x_t = keep(std::get<1>(f.x));
-      x_scale_inv = keep(std::get<2>(f.x));
+  void save(Forward f, const Tensor& x, const Tensor& w, const Call& call) {
+    if (call.need_w && recipe.keeps_x()) {
+      this->x = {x, false};
+    } else if (call.need_w) {
+      x_columns.keep(columns_of(std::move(f.x), recipe));
     }
-    if (need_x && recompute_weight) {
-      weight = keep(w);
-    } else if (need_x) {
-      w_t = keep(std::get<1>(f.w));
-      w_scale_inv = keep(std::get<2>(f.w));
+    if (call.need_x && recompute_weight) {
+      weight = {w, false};
+    } else if (call.need_x) {
+      w_columns.keep(columns_of(std::move(f.w), recipe));
     }
   }
 
@@ -189,7 +157,8 @@ struct LinearBackward : torch::autograd::Node {
   }
 
   void release() {
-    for (auto* saved : {&x_t, &x_scale_inv, &w_t, &w_scale_inv, &weight}) saved->reset_data();
+    for (auto* columns : {&x_columns, &w_columns}) columns->release();
+    for (auto* saved : {&x, &weight}) saved->reset_data();
   }
 
   variable_list apply(variable_list&& gradients) override {
@@ -222,20 +191,21 @@ struct LinearBackward : torch::autograd::Node {
   };
 
   struct Saved {
-    Tensor x_t, x_scale_inv, w_t, w_scale_inv, weight;
+    Columns x_columns, w_columns;
+    Tensor x, weight;
   };
 
   Saved unpack(const Wanted& wanted) const {
     Saved saved;
-    if (wanted.dw) {
-      saved.x_t = x_t.unpack();
-      saved.x_scale_inv = x_scale_inv.unpack();
+    if (wanted.dw && recipe.keeps_x()) {
+      saved.x = x.unpack();
+    } else if (wanted.dw) {
+      saved.x_columns = x_columns.unpack();
     }
     if (wanted.dx && recompute_weight) {
       saved.weight = weight.unpack();
     } else if (wanted.dx) {
-      saved.w_t = w_t.unpack();
-      saved.w_scale_inv = w_scale_inv.unpack();
+      saved.w_columns = w_columns.unpack();
     }
     return saved;
   }
@@ -258,84 +228,144 @@ struct LinearBackward : torch::autograd::Node {
   variable_list gradients_of(Tensor dy, const Wanted& wanted, Saved saved) const {
     Tensor dx, dw, db;
     Quantized q;
-    const bool dw_first = wanted.dx && wanted.dw && grad_weight_first();
-    if (wanted.dx || wanted.dw) {
-      q = quantize(dy, backward_fp8, wanted.dx, wanted.dw,
-                   wanted.db ? std::optional<ScalarType>(bias_dtype) : std::nullopt, power_of_two,
-                   dw_first ? Memory::kScaleWithData : Memory::kScaleWithDataT);
-      if (wanted.db) db = std::get<3>(q);
-      dy = Tensor();  // often the last to hold it
+    const bool columns_of_dy = wanted.dw && !recipe.keeps_x();
+    const bool dw_first = wanted.dx && columns_of_dy && grad_weight_first();
+    if (wanted.dx && recompute_weight && recipe.kind == Recipe::Kind::kRowwiseFolded) {
+      saved.w_columns = columns_of_w(saved.weight, recipe, history_of_w);  // dy needs their scales
+    }
+    if (wanted.dx || columns_of_dy) {
+      q = quantize_dy(dy, recipe, history_of_dy, wanted.dx, columns_of_dy, saved.w_columns.fold,
+                      saved.x_columns.fold,
+                      wanted.db ? std::optional<ScalarType>(bias_dtype) : std::nullopt, dw_first);
+      if (wanted.db) db = q.sums;
     } else if (wanted.db) {
       db = at::sum(dy.reshape({tokens(), n}), {0}, false, ScalarType::Float).to(bias_dtype);
     }
+    if (!wanted.dw || columns_of_dy) dy = Tensor();  // often the last to hold it
     if (dw_first) dw = grad_weight(q, saved);
     if (wanted.dx) dx = grad_input(q, saved);
-    if (wanted.dw && !dw_first) dw = grad_weight(q, saved);
+    if (columns_of_dy && !dw_first) dw = grad_weight(q, saved);
+    if (wanted.dw && !columns_of_dy) dw = grad_weight_in_high_precision(dy, saved.x, w_dtype);
     return {dx, dw, db};
   }
 
   // dx [..., K] = dy [M, N] @ w [N, K]. Takes its operands out of `dy` and `saved`.
   Tensor grad_input(Quantized& dy, Saved& saved) const {
-    const Tensor data = std::move(std::get<0>(dy));
-    Quantized w(Tensor(), std::move(saved.w_t), std::move(saved.w_scale_inv), Tensor());
-    if (recompute_weight) {
-      w = quantize(saved.weight, forward_fp8, false, true, std::nullopt, power_of_two,
-                   Memory::kScaleWithDataT);
-    }
-    return gemm_nt(data, std::get<1>(w), std::get<2>(dy), std::get<2>(w), x_sizes, std::nullopt,
-                   x_dtype, fast_grad_input);
+    const Tensor data = std::move(dy.data);
+    const Columns w = saved.w_columns.data_t.defined()
+                          ? std::move(saved.w_columns)
+                          : columns_of_w(saved.weight, recipe, history_of_w);
+    return gemm_nt(data, w.data_t, dy.scale_inv, w.scale_inv_t, x_sizes, std::nullopt, x_dtype,
+                   recipe.fast_grad_input, recipe.forward_scalings());
   }
 
   // dw [N, K] = dy [M, N].T @ x [M, K]. Takes its operands out of `dy` and `saved`.
   Tensor grad_weight(Quantized& dy, Saved& saved) const {
-    const Tensor data_t = std::move(std::get<1>(dy));
-    const Tensor x_t = std::move(saved.x_t), x_scale_inv = std::move(saved.x_scale_inv);
-    return gemm_nt(data_t, x_t, std::get<2>(dy), x_scale_inv, {n, x_sizes.back()},
-                   std::nullopt, w_dtype, fast_grad_weight);
+    const Tensor data_t = std::move(dy.data_t);
+    const Columns x = std::move(saved.x_columns);
+    return gemm_nt(data_t, x.data_t, dy.scale_inv_t, x.scale_inv_t, {n, x_sizes.back()},
+                   std::nullopt, w_dtype, recipe.fast_grad_weight, recipe.grad_weight_scalings());
   }
 };
 
 }  // namespace
 
 Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
-              const std::optional<Tensor>& w_data, const std::optional<Tensor>& w_data_t,
-              const std::optional<Tensor>& w_scale_inv, ScalarType forward_fp8,
-              ScalarType backward_fp8, ScalarType out_dtype, bool fast_output,
-              bool fast_grad_input, bool fast_grad_weight, bool recompute_weight,
-              bool power_of_two) {
+              std::optional<Quantized> w_quantized, const Histories& histories,
+              const Recipe& recipe, ScalarType out_dtype) {
   TORCH_CHECK(x.dim() >= 1 && w.dim() == 2 && x.size(-1) == w.size(1),
               "fp8lt: want x [..., K] and w [N, K], got ", x.sizes(), " and ", w.sizes());
-  Options o{forward_fp8,     backward_fp8,     out_dtype,        fast_output,
-            fast_grad_input, fast_grad_weight, recompute_weight, power_of_two,
-            {}};
-  if (w_data.has_value()) {
-    o.w_quantized = Quantized(*w_data, w_data_t.value(), w_scale_inv.value(), Tensor());
-    o.recompute_weight = false;  // its w_t is there
-  }
+  TORCH_CHECK((recipe.kind == Recipe::Kind::kDelayed) == histories.amaxes.defined(),
+              "fp8lt: want amaxes with recipe delayed alone");
   const bool record = at::GradMode::is_enabled();
-  const bool need_x = record && x.requires_grad(), need_w = record && w.requires_grad();
+  Call call{recipe,
+            out_dtype,
+            {histories.scaled_by, 0, histories.record},
+            {histories.scaled_by, 1, histories.record},
+            {histories.amaxes, 2, true},
+            record && x.requires_grad(),
+            record && w.requires_grad(),
+            recipe.recompute_weight && !w_quantized.has_value(),  // else its columns are there
+            {}};
   const bool need_bias = record && bias.has_value() && bias->requires_grad();
   // Of an activation that backward keeps, the number of the operation that made it: here, where
   // autograd is on, since it may have to make that operation anew.
-  std::optional<uint64_t> x_made_by;
-  if (need_x && need_w && !x.is_leaf()) x_made_by = x.grad_fn()->sequence_nr();
+  if (call.need_x && call.need_w && !x.is_leaf()) call.x_made_by = x.grad_fn()->sequence_nr();
+  AmaxHistory history_of_w = call.w;
   Forward f;
   {
     const at::AutoDispatchBelowAutograd below;
-    f = forward(x, w, bias, o, need_x, need_w, x_made_by);
+    // For the same scale in backward, where it is quantised once more.
+    if (call.need_x && call.recompute_weight && call.w.record && call.w.amaxes.defined()) {
+      history_of_w = {call.w.amaxes.clone(), call.w.row, false};
+    }
+    f = forward(x, w, bias, std::move(w_quantized), call);
   }
-  if (need_x || need_w || need_bias) {
-    const auto node = make_node<LinearBackward>(x, w, bias, o);
-    static_cast<LinearBackward&>(*node).save(f, w, need_x, need_w);
-    torch::autograd::set_history(f.y, node);
+  Tensor y = f.y;
+  if (call.need_x || call.need_w || need_bias) {
+    const auto node = make_node<LinearBackward>(x, w, bias, call);
+    auto& backward = static_cast<LinearBackward&>(*node);
+    backward.history_of_w = std::move(history_of_w);
+    backward.save(std::move(f), x, w, call);
+    torch::autograd::set_history(y, node);
   }
-  return f.y;
+  return y;
+}
+
+namespace {
+
+std::optional<Quantized> quantized(const std::optional<Tensor>& data,
+                                   const std::optional<Tensor>& data_t,
+                                   const std::optional<Tensor>& scale_inv,
+                                   const std::optional<Tensor>& scale_inv_t) {
+  if (!data.has_value()) return std::nullopt;
+  return Quantized{*data, data_t.value(), scale_inv.value(), scale_inv_t.value(), Tensor()};
+}
+
+// As schemas.py declares them: what changes nothing, and what does.
+Tensor linear_op(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
+                 const std::optional<Tensor>& w_data, const std::optional<Tensor>& w_data_t,
+                 const std::optional<Tensor>& w_scale_inv,
+                 const std::optional<Tensor>& w_scale_inv_t, int64_t recipe,
+                 ScalarType forward_fp8, ScalarType backward_fp8, ScalarType out_dtype,
+                 bool fast_output, bool fast_grad_input, bool fast_grad_weight,
+                 bool recompute_weight, bool power_of_two) {
+  constexpr int64_t kMargin = 0;
+  constexpr bool kMostRecent = false;
+  return linear(x, w, bias, quantized(w_data, w_data_t, w_scale_inv, w_scale_inv_t), {},
+                {static_cast<Recipe::Kind>(recipe), forward_fp8, backward_fp8, fast_output,
+                 fast_grad_input, fast_grad_weight, recompute_weight, power_of_two, kMargin,
+                 kMostRecent},
+                out_dtype);
+}
+
+Tensor linear_delayed_op(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
+                         const std::optional<Tensor>& w_data,
+                         const std::optional<Tensor>& w_data_t,
+                         const std::optional<Tensor>& w_scale_inv,
+                         const std::optional<Tensor>& w_scale_inv_t, Tensor amaxes,
+                         Tensor scaled_by, bool record, ScalarType forward_fp8,
+                         ScalarType backward_fp8, ScalarType out_dtype, bool fast_output,
+                         bool fast_grad_input, bool fast_grad_weight, bool recompute_weight,
+                         bool power_of_two, int64_t margin, bool most_recent) {
+  return linear(x, w, bias, quantized(w_data, w_data_t, w_scale_inv, w_scale_inv_t),
+                {std::move(amaxes), std::move(scaled_by), record},
+                {Recipe::Kind::kDelayed, forward_fp8, backward_fp8, fast_output, fast_grad_input,
+                 fast_grad_weight, recompute_weight, power_of_two, margin, most_recent},
+                out_dtype);
 }
 
 // In inference mode the autograd keys are off, and the others are called directly.
-TORCH_LIBRARY_IMPL(fp8lt, AutogradCUDA, m) { m.impl("linear", TORCH_FN(linear)); }
-TORCH_LIBRARY_IMPL(fp8lt, AutogradCPU, m) { m.impl("linear", TORCH_FN(linear)); }
-TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) { m.impl("linear", TORCH_FN(linear)); }
-TORCH_LIBRARY_IMPL(fp8lt, CPU, m) { m.impl("linear", TORCH_FN(linear)); }
+void implement(torch::Library& library) {
+  library.impl("linear", TORCH_FN(linear_op));
+  library.impl("linear_delayed", TORCH_FN(linear_delayed_op));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fp8lt, AutogradCUDA, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fp8lt, AutogradCPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fp8lt, CPU, m) { implement(m); }
 
 }  // namespace fp8lt

@@ -5,15 +5,20 @@
 
 #include <optional>
 
+#include "kernels.h"
+#include "recipe.h"
+
 namespace fp8lt {
+
+// What the scales of one call come from, where the recipe has a history; see state.Histories.
+struct Histories {
+  at::Tensor amaxes, scaled_by;
+  bool record = false;
+};
 
 // See ops.linear. With gradients where they are wanted.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
-                  const std::optional<at::Tensor>& w_data,
-                  const std::optional<at::Tensor>& w_data_t,
-                  const std::optional<at::Tensor>& w_scale_inv, at::ScalarType forward_fp8,
-                  at::ScalarType backward_fp8, at::ScalarType out_dtype, bool fast_output,
-                  bool fast_grad_input, bool fast_grad_weight, bool recompute_weight,
-                  bool power_of_two);
+                  std::optional<Quantized> w_quantized, const Histories& histories,
+                  const Recipe& recipe, at::ScalarType out_dtype);
 
 }  // namespace fp8lt

@@ -2,26 +2,28 @@
 // dispatcher.
 #pragma once
 
+#include <tuple>
+
 #include "kernels.h"
 
 namespace fp8lt {
 
-// Two copies, each with its scales, and sums; see ops.Quantized.
-using QuantizedTwice = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Tensors4 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Tensors5 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-Quantized quantize_tensorwise_op(const at::Tensor& x, at::ScalarType dtype, bool row_major,
+Tensors4 quantize_tensorwise_op(const at::Tensor& x, at::ScalarType dtype, bool row_major,
                                  bool transposed, std::optional<at::ScalarType> sums_dtype,
                                  bool power_of_two);
-Quantized quantize_delayed_op(const at::Tensor& x, at::ScalarType dtype, bool row_major,
+Tensors4 quantize_delayed_op(const at::Tensor& x, at::ScalarType dtype, bool row_major,
                               bool transposed, at::Tensor state, int64_t margin, bool most_recent,
                               bool record, std::optional<at::ScalarType> sums_dtype,
                               bool power_of_two);
-QuantizedTwice quantize_rowwise_op(const at::Tensor& x, at::ScalarType dtype, bool row_major,
+Tensors5 quantize_rowwise_op(const at::Tensor& x, at::ScalarType dtype, bool row_major,
                                    bool transposed, bool power_of_two, bool folded,
                                    const std::optional<at::Tensor>& fold_cols,
                                    const std::optional<at::Tensor>& fold_rows,
                                    std::optional<at::ScalarType> sums_dtype);
-QuantizedTwice quantize_blockwise_op(const at::Tensor& x, at::ScalarType dtype, bool row_major,
+Tensors5 quantize_blockwise_op(const at::Tensor& x, at::ScalarType dtype, bool row_major,
                                      bool transposed, bool power_of_two, bool square,
                                      std::optional<at::ScalarType> sums_dtype);
 at::Tensor gemm_nt_op(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,

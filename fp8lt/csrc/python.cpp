@@ -1,4 +1,4 @@
-// The layer as a Python function. A call through torch.ops converts each of its fourteen arguments
+// The layer as a Python function. A call through torch.ops converts each of its arguments
 // by the operator's schema, which takes longer than a kernel launch; a call by Python's protocol
 // does not. Where Python's headers are not installed there is none, and torch.ops serves.
 
@@ -14,7 +14,7 @@
 namespace fp8lt {
 namespace {
 
-constexpr Py_ssize_t kArguments = 14;
+constexpr Py_ssize_t kArguments = 21;
 
 // By pybind11's casters: torch's own header for this takes twice as long to compile.
 using Caster = pybind11::detail::type_caster<at::Tensor>;
@@ -43,6 +43,12 @@ bool flag(PyObject* argument) {
   return truth == 1;
 }
 
+int64_t integer(PyObject* argument) {
+  const int64_t value = PyLong_AsLongLong(argument);
+  if (value == -1 && PyErr_Occurred() != nullptr) throw python_error();
+  return value;
+}
+
 // Whether somebody wants to hear of the call itself, or to take it over: they hear of operators,
 // which this function is not.
 bool is_overridden(const at::Tensor& x, const at::Tensor& w,
@@ -62,18 +68,22 @@ PyObject* call_linear(PyObject* /*module*/, PyObject* const* a, Py_ssize_t count
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == kArguments, "fp8lt: want ", kArguments, " arguments, got ", count);
   const at::Tensor x = tensor(a[0]), w = tensor(a[1]);
-  const auto bias = optional_tensor(a[2]), w_data = optional_tensor(a[3]),
-             w_data_t = optional_tensor(a[4]), w_scale_inv = optional_tensor(a[5]);
+  const auto bias = optional_tensor(a[2]);
   if (is_overridden(x, w, bias)) Py_RETURN_NOTIMPLEMENTED;
-  const auto forward_fp8 = dtype(a[6]), backward_fp8 = dtype(a[7]), out_dtype = dtype(a[8]);
-  const bool fast_output = flag(a[9]), fast_grad_input = flag(a[10]),
-             fast_grad_weight = flag(a[11]), recompute_weight = flag(a[12]),
-             power_of_two = flag(a[13]);
+  std::optional<Quantized> w_quantized;
+  if (a[3] != Py_None) {
+    w_quantized = Quantized{tensor(a[3]), tensor(a[4]), tensor(a[5]), tensor(a[6]), at::Tensor()};
+  }
+  const Histories histories{optional_tensor(a[7]).value_or(at::Tensor()),
+                            optional_tensor(a[8]).value_or(at::Tensor()), flag(a[9])};
+  const auto kind = static_cast<Recipe::Kind>(integer(a[10]));
+  const auto forward_fp8 = dtype(a[11]), backward_fp8 = dtype(a[12]), out_dtype = dtype(a[13]);
+  const Recipe recipe{kind,        forward_fp8, backward_fp8, flag(a[14]),    flag(a[15]),
+                      flag(a[16]), flag(a[17]), flag(a[18]),  integer(a[19]), flag(a[20])};
   at::Tensor y;
   {
     const pybind11::gil_scoped_release no_gil;
-    y = linear(x, w, bias, w_data, w_data_t, w_scale_inv, forward_fp8, backward_fp8, out_dtype,
-               fast_output, fast_grad_input, fast_grad_weight, recompute_weight, power_of_two);
+    y = linear(x, w, bias, std::move(w_quantized), histories, recipe, out_dtype);
   }
   return Caster::cast(y, pybind11::return_value_policy::move, {}).ptr();
   END_HANDLE_TH_ERRORS

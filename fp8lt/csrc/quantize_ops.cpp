@@ -31,42 +31,19 @@ RealType real_type(ScalarType type) {
   }
 }
 
-// The memory of a quantise.
-Quantized allocate(int64_t rows, int64_t cols, ScalarType dtype, bool row_major, bool transposed,
-                   Memory memory, c10::Device device) {
-  const int64_t padded_rows = padded(rows), padded_cols = padded(cols);
-  const int64_t scales = std::max({padded_rows, padded_cols, kPad});
-  using Sizes = std::array<int64_t, 2>;
-  const Sizes nothing{0, 0}, data = row_major ? Sizes{padded_rows, padded_cols} : nothing,
-                             data_t = transposed ? Sizes{padded_cols, padded_rows} : nothing;
-  if (memory == Memory::kApart) {
-    return {empty(data, dtype, device), empty(data_t, dtype, device),
-            empty({scales}, ScalarType::Float, device), Tensor()};
-  }
-  const bool with_data_t = transposed && (!row_major || memory == Memory::kScaleWithDataT);
-  const size_t copy = Block::bytes_of(padded_rows * padded_cols, dtype);
-  const size_t bytes = Block::bytes_of(scales, ScalarType::Float);
-  Block block(row_major || transposed ? copy + bytes : bytes, device);
-  const auto place = [&](const Sizes& sizes, bool shares) {
-    return shares ? block.take(sizes, dtype) : empty(sizes, dtype, device);
-  };
-  Tensor first = place(data, !row_major || !with_data_t);
-  Tensor second = place(data_t, !transposed || with_data_t);
-  return {std::move(first), std::move(second), block.take({scales}, ScalarType::Float), Tensor()};
-}
-
 // A quantise on its way: what all scalings have in common. The caller has x's device current.
 class Quantising {
  public:
-  Quantising(const Tensor& x, ScalarType dtype, bool power_of_two)
+  Quantising(const Tensor& x, const Copies& copies)
       : cols(x.size(-1)),
         rows(c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1)),
         input_(x.contiguous()) {
-    TORCH_CHECK(is_fp8(dtype), "fp8lt: want dtype float8_e4m3fn or float8_e5m2, got ", dtype);
+    TORCH_CHECK(is_fp8(copies.dtype), "fp8lt: want dtype float8_e4m3fn or float8_e5m2, got ",
+                copies.dtype);
     q.x = input_.const_data_ptr();
     q.real = real_type(x.scalar_type());
-    q.fp8 = dtype == ScalarType::Float8_e4m3fn ? Fp8Type::kE4M3 : Fp8Type::kE5M2;
-    q.power_of_two = power_of_two;
+    q.fp8 = copies.dtype == ScalarType::Float8_e4m3fn ? Fp8Type::kE4M3 : Fp8Type::kE5M2;
+    q.power_of_two = copies.power_of_two;
     q.rows = rows;
     q.cols = cols;
   }
@@ -98,140 +75,177 @@ class Quantising {
   Tensor input_;
 };
 
-// Both copies have scales of their own, whose shapes these are; nothing for what is not asked for.
-QuantizedTwice quantize_twice(Quantising& quantising, ScalarType dtype, bool row_major,
-                              bool transposed, at::IntArrayRef scale_sizes,
-                              at::IntArrayRef scale_t_sizes,
-                              std::optional<ScalarType> sums_dtype, c10::Device device) {
+// Run it, with memory for what it returns. The scales have these shapes; one without elements is
+// not wanted, and `scale_inv` belongs to both copies if `shared`.
+Quantized finish(Quantising& quantising, const Copies& copies, at::IntArrayRef scale_sizes,
+                 at::IntArrayRef scale_t_sizes, bool shared, c10::Device device) {
+  using Sizes = std::array<int64_t, 2>;
+  const ScalarType dtype = copies.dtype;
+  const bool row_major = copies.row_major, transposed = copies.transposed;
   const int64_t rows = padded(quantising.rows), cols = padded(quantising.cols);
+  const Sizes nothing{0, 0}, sizes = row_major ? Sizes{rows, cols} : nothing,
+                             sizes_t = transposed ? Sizes{cols, rows} : nothing;
+  constexpr auto kScale = ScalarType::Float;
+  Quantized result;
+  if (copies.memory == Memory::kApart) {
+    result = {empty(sizes, dtype, device), empty(sizes_t, dtype, device),
+              empty(scale_sizes, kScale, device), empty(scale_t_sizes, kScale, device), Tensor()};
+  } else {
+    const bool scale_with_t =
+        shared && transposed && (!row_major || copies.memory == Memory::kScaleWithDataT);
+    const auto bytes = [](at::IntArrayRef sizes, ScalarType type) {
+      return Block::bytes_of(c10::multiply_integers(sizes), type);
+    };
+    const size_t scale_bytes = bytes(scale_sizes, kScale);
+    Block with_data(bytes(sizes, dtype) + (scale_with_t ? 0 : scale_bytes), device);
+    Block with_data_t(bytes(sizes_t, dtype) + bytes(scale_t_sizes, kScale) +
+                          (scale_with_t ? scale_bytes : 0),
+                      device);
+    result.data = with_data.take(sizes, dtype);
+    result.data_t = with_data_t.take(sizes_t, dtype);
+    result.scale_inv = (scale_with_t ? with_data_t : with_data).take(scale_sizes, kScale);
+    result.scale_inv_t = with_data_t.take(scale_t_sizes, kScale);
+  }
+  if (copies.sums_dtype.has_value()) {
+    result.sums = quantising.sums(*copies.sums_dtype);
+  } else if (copies.memory == Memory::kApart) {
+    result.sums = empty({0}, kScale, device);
+  }
+  const auto scales = [](Tensor& t) {
+    return t.numel() > 0 ? t.mutable_data_ptr<float>() : nullptr;
+  };
   Quantize& q = quantising.q;
-  const auto copy = [&](bool wanted, int64_t height, int64_t width, void** place) {
-    Tensor t = wanted ? empty({height, width}, dtype, device) : empty({0, 0}, dtype, device);
-    *place = wanted ? t.mutable_data_ptr() : nullptr;
-    return t;
-  };
-  const auto scales = [&](at::IntArrayRef sizes, float** place) {
-    Tensor t = empty(sizes, ScalarType::Float, device);
-    *place = t.numel() > 0 ? t.mutable_data_ptr<float>() : nullptr;
-    return t;
-  };
-  Tensor data = copy(row_major, rows, cols, &q.data);
-  Tensor data_t = copy(transposed, cols, rows, &q.data_t);
-  Tensor scale_inv = scales(scale_sizes, &q.scale_inv);
-  Tensor scale_inv_t = scales(scale_t_sizes, &q.scale_inv_t);
-  Tensor sums = sums_dtype.has_value() ? quantising.sums(*sums_dtype)
-                                       : empty({0}, ScalarType::Float, device);
+  q.data = row_major ? result.data.mutable_data_ptr() : nullptr;
+  q.data_t = transposed ? result.data_t.mutable_data_ptr() : nullptr;
+  q.scale_inv = scales(result.scale_inv);
+  q.scale_inv_t = scales(result.scale_inv_t);
+  q.scale_count = result.scale_inv.numel();
   quantising.run();
-  return {std::move(data), std::move(data_t), std::move(scale_inv), std::move(scale_inv_t),
-          std::move(sums)};
+  return result;
 }
 
 // One number for each row or column of x, which is folded into it.
-const float* fold(const char* name, const std::optional<Tensor>& t, int64_t count,
-                  const Tensor& x) {
-  if (!t.has_value()) return nullptr;
-  TORCH_CHECK(t->scalar_type() == ScalarType::Float && t->dim() == 1 && t->is_contiguous() &&
-                  t->numel() >= padded(count) && t->device() == x.device(),
+const float* fold(const char* name, const Tensor& t, int64_t count, const Tensor& x) {
+  if (!t.defined()) return nullptr;
+  TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.dim() == 1 && t.is_contiguous() &&
+                  t.numel() >= padded(count) && t.device() == x.device(),
               "fp8lt: want ", name, " [", padded(count), "], contiguous, float32 on ", x.device(),
-              ", got ", t->sizes(), " ", t->scalar_type(), " on ", t->device());
-  return t->const_data_ptr<float>();
+              ", got ", t.sizes(), " ", t.scalar_type(), " on ", t.device());
+  return t.const_data_ptr<float>();
+}
+
+// With one scale for the tensor, by a history if that has a state.
+Quantized quantize_one_scale(const Tensor& x, const Copies& copies, const History& history) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  Quantising quantising(x, copies);
+  quantising.q.scaling = Scaling::kTensorwise;
+  quantising.q.history = history;
+  const int64_t scales = std::max({padded(quantising.rows), padded(quantising.cols), kPad});
+  constexpr bool kShared = true;
+  Quantized result = finish(quantising, copies, {scales}, {0}, kShared, x.device());
+  result.scale_inv_t = result.scale_inv;
+  return result;
 }
 
 void check_matrix(const Tensor& x) {
   TORCH_CHECK(x.dim() == 2, "fp8lt: want x [R, C], got ", x.sizes());
 }
 
-// With one scale for the tensor, by a history if that has a state.
-Quantized quantize_one_scale(const Tensor& x, ScalarType dtype, bool row_major, bool transposed,
-                             std::optional<ScalarType> sums_dtype, bool power_of_two,
-                             Memory memory, const History& history) {
-  const c10::cuda::CUDAGuard guard(x.device());
-  Quantising quantising(x, dtype, power_of_two);
-  Quantized result = allocate(quantising.rows, quantising.cols, dtype, row_major, transposed,
-                              memory, x.device());
-  auto& [data, data_t, scale_inv, sums] = result;
-  if (sums_dtype.has_value()) {
-    sums = quantising.sums(*sums_dtype);
-  } else if (memory == Memory::kApart) {
-    sums = empty({0}, ScalarType::Float, x.device());
-  }
-  Quantize& q = quantising.q;
-  q.data = row_major ? data.mutable_data_ptr() : nullptr;
-  q.data_t = transposed ? data_t.mutable_data_ptr() : nullptr;
-  q.scale_inv = scale_inv.mutable_data_ptr<float>();
-  q.scale_count = scale_inv.numel();
-  q.scaling = Scaling::kTensorwise;
-  q.history = history;
-  quantising.run();
-  return result;
+Tensors4 one_scale(Quantized q) {
+  return {std::move(q.data), std::move(q.data_t), std::move(q.scale_inv), std::move(q.sums)};
+}
+
+Tensors5 two_scales(Quantized q) {
+  return {std::move(q.data), std::move(q.data_t), std::move(q.scale_inv),
+          std::move(q.scale_inv_t), std::move(q.sums)};
 }
 
 }  // namespace
 
-Quantized quantize_tensorwise_cuda(const Tensor& x, ScalarType dtype, bool row_major,
-                                   bool transposed, std::optional<ScalarType> sums_dtype,
-                                   bool power_of_two, Memory memory) {
-  return quantize_one_scale(x, dtype, row_major, transposed, sums_dtype, power_of_two, memory, {});
+History history_in(const Tensor& amaxes, int64_t row, c10::Device device, int64_t margin,
+                   bool most_recent, bool record) {
+  TORCH_CHECK(amaxes.scalar_type() == ScalarType::Float && amaxes.dim() >= 1 &&
+                  amaxes.size(-1) >= 3 && (row + 1) * amaxes.size(-1) <= amaxes.numel() &&
+                  amaxes.is_contiguous() && amaxes.device() == device,
+              "fp8lt: want state [H + 2], H at least 1, contiguous, float32 on ", device, ", got ",
+              amaxes.sizes(), " ", amaxes.scalar_type(), " on ", amaxes.device());
+  const int64_t width = amaxes.size(-1);
+  return {amaxes.mutable_data_ptr<float>() + row * width, width - 2, static_cast<int>(margin),
+          most_recent, record};
 }
 
-Quantized quantize_tensorwise_op(const Tensor& x, ScalarType dtype, bool row_major, bool transposed,
-                                 std::optional<ScalarType> sums_dtype, bool power_of_two) {
-  check_matrix(x);
-  return quantize_tensorwise_cuda(x, dtype, row_major, transposed, sums_dtype, power_of_two,
-                                  Memory::kApart);
+Quantized quantize_tensorwise_cuda(const Tensor& x, const Copies& copies) {
+  return quantize_one_scale(x, copies, {});
 }
 
-Quantized quantize_delayed_op(const Tensor& x, ScalarType dtype, bool row_major, bool transposed,
-                              Tensor state, int64_t margin, bool most_recent, bool record,
-                              std::optional<ScalarType> sums_dtype, bool power_of_two) {
-  check_matrix(x);
-  TORCH_CHECK(state.scalar_type() == ScalarType::Float && state.dim() == 1 && state.numel() >= 3 &&
-                  state.is_contiguous() && state.device() == x.device(),
-              "fp8lt: want state [H + 2], H at least 1, contiguous, float32 on ", x.device(),
-              ", got ", state.sizes(), " ", state.scalar_type(), " on ", state.device());
-  const History history{state.mutable_data_ptr<float>(), state.numel() - 2,
-                        static_cast<int>(margin), most_recent, record};
-  return quantize_one_scale(x, dtype, row_major, transposed, sums_dtype, power_of_two,
-                            Memory::kApart, history);
+Quantized quantize_delayed_cuda(const Tensor& x, const Copies& copies, const History& history) {
+  return quantize_one_scale(x, copies, history);
 }
 
-QuantizedTwice quantize_rowwise_op(const Tensor& x, ScalarType dtype, bool row_major,
-                                   bool transposed, bool power_of_two, bool folded,
-                                   const std::optional<Tensor>& fold_cols,
-                                   const std::optional<Tensor>& fold_rows,
-                                   std::optional<ScalarType> sums_dtype) {
-  check_matrix(x);
-  TORCH_CHECK(!folded || (!fold_cols.has_value() && !fold_rows.has_value()),
+Quantized quantize_rowwise_cuda(const Tensor& x, const Copies& copies, bool folded,
+                                const Tensor& fold_cols, const Tensor& fold_rows) {
+  TORCH_CHECK(!folded || (!fold_cols.defined() && !fold_rows.defined()),
               "fp8lt: fold_cols and fold_rows are folded into an x that is not `folded` itself");
   const c10::cuda::CUDAGuard guard(x.device());
-  Quantising quantising(x, dtype, power_of_two);
-  quantising.q.fold_cols = fold("fold_cols", fold_cols, quantising.cols, x);
-  quantising.q.fold_rows = fold("fold_rows", fold_rows, quantising.rows, x);
-  const int64_t rows = row_major || folded ? padded(quantising.rows) : 0;
-  const int64_t cols = transposed ? padded(quantising.cols) : 0;
+  Quantising quantising(x, copies);
   quantising.q.scaling = Scaling::kRowwise;
   quantising.q.folded = folded;
-  return quantize_twice(quantising, dtype, row_major, transposed, {rows}, {cols}, sums_dtype,
-                        x.device());
+  quantising.q.fold_cols = fold("fold_cols", fold_cols, quantising.cols, x);
+  quantising.q.fold_rows = fold("fold_rows", fold_rows, quantising.rows, x);
+  const int64_t rows = copies.row_major || folded ? padded(quantising.rows) : 0;
+  const int64_t cols = copies.transposed ? padded(quantising.cols) : 0;
+  return finish(quantising, copies, {rows}, {cols}, folded, x.device());
 }
 
-QuantizedTwice quantize_blockwise_op(const Tensor& x, ScalarType dtype, bool row_major,
-                                     bool transposed, bool power_of_two, bool square,
-                                     std::optional<ScalarType> sums_dtype) {
-  check_matrix(x);
+Quantized quantize_blockwise_cuda(const Tensor& x, const Copies& copies, bool square) {
   const c10::cuda::CUDAGuard guard(x.device());
-  Quantising quantising(x, dtype, power_of_two);
+  Quantising quantising(x, copies);
+  quantising.q.scaling = square ? Scaling::k128x128 : Scaling::k1x128;
   using Sizes = std::array<int64_t, 2>;
   const auto sizes = [&](bool wanted, int64_t rows, int64_t cols) {
     if (!wanted) return Sizes{0, 0};
     if (!square) return Sizes{blocks_of(cols), padded(rows)};
     return Sizes{blocks_of(rows), blocks_to_4(cols)};
   };
-  const Sizes scales = sizes(row_major, quantising.rows, quantising.cols);
-  const Sizes scales_t = sizes(transposed, quantising.cols, quantising.rows);
-  quantising.q.scaling = square ? Scaling::k128x128 : Scaling::k1x128;
-  return quantize_twice(quantising, dtype, row_major, transposed, scales, scales_t, sums_dtype,
-                        x.device());
+  constexpr bool kShared = false;
+  return finish(quantising, copies, sizes(copies.row_major, quantising.rows, quantising.cols),
+                sizes(copies.transposed, quantising.cols, quantising.rows), kShared, x.device());
+}
+
+Tensors4 quantize_tensorwise_op(const Tensor& x, ScalarType dtype, bool row_major, bool transposed,
+                                std::optional<ScalarType> sums_dtype, bool power_of_two) {
+  check_matrix(x);
+  return one_scale(
+      quantize_tensorwise_cuda(x, {dtype, row_major, transposed, sums_dtype, power_of_two}));
+}
+
+Tensors4 quantize_delayed_op(const Tensor& x, ScalarType dtype, bool row_major, bool transposed,
+                             Tensor state, int64_t margin, bool most_recent, bool record,
+                             std::optional<ScalarType> sums_dtype, bool power_of_two) {
+  check_matrix(x);
+  TORCH_CHECK(state.dim() == 1, "fp8lt: want state [H + 2], got ", state.sizes());
+  return one_scale(
+      quantize_delayed_cuda(x, {dtype, row_major, transposed, sums_dtype, power_of_two},
+                            history_in(state, 0, x.device(), margin, most_recent, record)));
+}
+
+Tensors5 quantize_rowwise_op(const Tensor& x, ScalarType dtype, bool row_major, bool transposed,
+                             bool power_of_two, bool folded,
+                             const std::optional<Tensor>& fold_cols,
+                             const std::optional<Tensor>& fold_rows,
+                             std::optional<ScalarType> sums_dtype) {
+  check_matrix(x);
+  return two_scales(
+      quantize_rowwise_cuda(x, {dtype, row_major, transposed, sums_dtype, power_of_two}, folded,
+                            fold_cols.value_or(Tensor()), fold_rows.value_or(Tensor())));
+}
+
+Tensors5 quantize_blockwise_op(const Tensor& x, ScalarType dtype, bool row_major, bool transposed,
+                               bool power_of_two, bool square,
+                               std::optional<ScalarType> sums_dtype) {
+  check_matrix(x);
+  return two_scales(
+      quantize_blockwise_cuda(x, {dtype, row_major, transposed, sums_dtype, power_of_two}, square));
 }
 
 }  // namespace fp8lt

@@ -24,12 +24,12 @@ struct SharedInput {
   int64_t version, offset;
   at::DimVector sizes, strides;
   cudaStream_t stream;
+  Recipe::Kind kind;
   at::ScalarType dtype;
   bool power_of_two;
   Quantized quantized;
 
-  SharedInput(const at::Tensor& x, uint64_t made_by, cudaStream_t stream, at::ScalarType dtype,
-              bool power_of_two)
+  SharedInput(const at::Tensor& x, uint64_t made_by, cudaStream_t stream, const Recipe& recipe)
       : x(x.getIntrusivePtr()),
         storage(x.storage().getWeakStorageImpl()),
         made_by(made_by),
@@ -38,14 +38,15 @@ struct SharedInput {
         sizes(x.sizes()),
         strides(x.strides()),
         stream(stream),
-        dtype(dtype),
-        power_of_two(power_of_two) {}
+        kind(recipe.kind),
+        dtype(recipe.forward_fp8),
+        power_of_two(recipe.power_of_two) {}
 
   bool is_same(const SharedInput& other) const {
     return x == other.x && storage == other.storage && made_by == other.made_by &&
            version == other.version && offset == other.offset && sizes == other.sizes &&
-           strides == other.strides && stream == other.stream && dtype == other.dtype &&
-           power_of_two == other.power_of_two;
+           strides == other.strides && stream == other.stream && kind == other.kind &&
+           dtype == other.dtype && power_of_two == other.power_of_two;
   }
 };
 
@@ -62,16 +63,12 @@ Last& last() {
 
 }  // namespace
 
-Quantized quantize_shared_input(const at::Tensor& x, uint64_t made_by, at::ScalarType dtype,
-                                bool power_of_two) {
-  const auto make = [&] {
-    return quantize_tensorwise_cuda(x, dtype, true, true, std::nullopt, power_of_two,
-                                    Memory::kScaleWithDataT);
-  };
+Quantized shared_input(const at::Tensor& x, uint64_t made_by, const Recipe& recipe,
+                       c10::function_ref<Quantized()> make) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(x.get_device());
   // Inference tensors count no versions; what a capture makes is the graph's.
   if (x.is_inference() || is_capturing(stream)) return make();
-  SharedInput input(x, made_by, stream, dtype, power_of_two);  // its version is read before x is
+  SharedInput input(x, made_by, stream, recipe);  // its version is read before x is
   {
     const std::lock_guard<std::mutex> lock(last().mutex);
     if (last().input.has_value() && last().input->is_same(input)) return last().input->quantized;
