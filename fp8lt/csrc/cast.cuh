@@ -11,10 +11,10 @@ namespace fp8lt {
 struct Shared {
   uint4* places;        // [kFetchBytes / 16]
   uint32_t* transpose;  // [2][kTransposeBytes / 4]: one is written while the other is read
-  float* sums;          // [2][kSumsBytes / 4], where sums are asked for
+  float* sums;          // [kSumsBytes / 4], where sums are asked for
 };
 constexpr int kSharedBytes = kFetchBytes + 2 * kTransposeBytes;
-constexpr int kSharedBytesSums = kSharedBytes + 2 * kSumsBytes;
+constexpr int kSharedBytesSums = kSharedBytes + kSumsBytes;
 
 __device__ inline Shared shared_memory() {
   uint4* shared = dynamic_shared_memory();
@@ -55,18 +55,20 @@ __device__ void cast_tiles(const Quantize& q, const Grid& grid, const Walk& walk
                            const Shared& shared, float* tile_sums, Scales& scales) {
   for (int i = 0; i < walk.count; ++i) {
     uint32_t* transpose = shared.transpose + i % 2 * (kTransposeBytes / 4);
-    float* sums = shared.sums + i % 2 * (kSumsBytes / 4);
     const uint32_t tile = walk.tile(i);
     const Patch<T> patch = receive<T>(shared.places + i % kPlaces<T> * (kTileBytes<T> / 16));
     fetch_next<T>(q, grid, walk, i + kPlaces<T>, shared);
-    if (q.sums != nullptr) sum_patch(patch, sums);
     const Place at = place_of(q, grid, tile);
     scales.enter(patch, at, i);
+    if (q.sums != nullptr) {
+      if constexpr (!Scales::kSynchronizes) __syncthreads();  // the sums of the last tile were read
+      sum_patch(patch, shared.sums);
+    }
     cast_patch<T, kType>(q, patch, at, scales, transpose);
     if (i + 1 < walk.count) scales.prepare(walk.tile(i + 1), i + 1);
     __syncthreads();
     if (q.data_t != nullptr) store_columns(q, at, transpose);
-    if (q.sums != nullptr) sum_tile(tile, sums, tile_sums);
+    if (q.sums != nullptr) sum_tile(tile, shared.sums, tile_sums);
   }
 }
 

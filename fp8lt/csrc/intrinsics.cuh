@@ -17,6 +17,13 @@ __device__ inline uint4* dynamic_shared_memory() {
   return shared;
 }
 
+// The larger of two, NaN if one of them is; with its sign bit clear. `fmaxf` drops a NaN.
+__device__ inline float max_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
 // Read past L1, which has no use for what is read once.
 __device__ inline uint4 load_once(const uint4* from) {
   uint4 v;

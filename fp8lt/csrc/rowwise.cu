@@ -28,6 +28,7 @@ struct AxisAmax<T, false> {
   static constexpr int kWordsOfLine = kLines<T> * 4;  // one or two columns to a word
   uint32_t rows[kPatchRows], words[kWordsOfLine];
 
+  __device__ void begin(const Quantize&, int64_t) {}
   __device__ void add(const Quantize&, const Patch<T>& patch, const Place&) {
 #pragma unroll
     for (int r = 0; r < kPatchRows; ++r) {
@@ -57,33 +58,38 @@ struct AxisAmax<T, false> {
 // Of x as it is folded into either copy.
 template <typename T>
 struct AxisAmax<T, true> {
-  uint32_t rows[kPatchRows], largest[kPatchCols];
+  uint32_t rows[kPatchRows];
+  float largest[kPatchCols], fold_cols[kPatchCols];
 
-  __device__ void add(const Quantize& q, const Patch<T>& patch, const Place& at) {
-    float fold_cols[kPatchCols];
+  // The patches to come begin at this column.
+  __device__ void begin(const Quantize& q, int64_t col) {
 #pragma unroll
     for (int j = 0; j < kPatchCols; ++j) {
-      const bool folded = q.fold_cols != nullptr && at.col + j < q.cols;
-      fold_cols[j] = folded ? q.fold_cols[at.col + j] : 1.0f;
+      const bool folded = q.fold_cols != nullptr && col + j < q.cols;
+      fold_cols[j] = folded ? __ldg(q.fold_cols + col + j) : 1.0f;
     }
+  }
+
+  __device__ void add(const Quantize& q, const Patch<T>& patch, const Place& at) {
 #pragma unroll
     for (int r = 0; r < kPatchRows; ++r) {
       const bool folded = q.fold_rows != nullptr && at.row + r < q.rows;
-      const float fold_row = folded ? q.fold_rows[at.row + r] : 1.0f;
+      const float fold_row = folded ? __ldg(q.fold_rows + at.row + r) : 1.0f;
       const T* values = reinterpret_cast<const T*>(patch.lines[r]);
-      rows[r] = 0;
+      float of_row = 0;
 #pragma unroll
       for (int j = 0; j < kPatchCols; ++j) {
         const float x = real(values[j]);
-        rows[r] = max(rows[r], __float_as_uint(x * fold_cols[j]) & 0x7fffffffu);
-        largest[j] = max(largest[j], __float_as_uint(x * fold_row) & 0x7fffffffu);
+        of_row = max_or_nan(of_row, fabsf(x * fold_cols[j]));
+        largest[j] = max_or_nan(largest[j], fabsf(x * fold_row));
       }
+      rows[r] = __float_as_uint(of_row);
     }
   }
 
   __device__ void cols(uint32_t (&cols)[kPatchCols]) const {
 #pragma unroll
-    for (int j = 0; j < kPatchCols; ++j) cols[j] = largest[j];
+    for (int j = 0; j < kPatchCols; ++j) cols[j] = __float_as_uint(largest[j]);
   }
 };
 
@@ -99,12 +105,12 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
   const uint32_t strips_down = blockIdx.x / grid.across.divisor;
   uint32_t tile = strips_down * strip * grid.across.divisor + blockIdx.x % grid.across.divisor;
   AxisAmax<T, kFolds> amax{};
-  int64_t col0 = 0;
+  const Place first = place_of(q, grid, tile);
+  amax.begin(q, first.col);
   for (uint32_t i = 0; i < strip && tile < grid.tiles; ++i, tile += grid.across.divisor) {
     const Place at = place_of(q, grid, tile);
     amax.add(q, load_patch<T>(q, grid, at), at);
     half_warp_max(amax.rows);
-    col0 = at.col0;
     const int r = threadIdx.x % kPatchesAcross;
     if (row_amax != nullptr && r < kPatchRows && at.row + r < q.rows) {
       const uint32_t largest = r < 2 ? amax.rows[r == 0 ? 0 : 1] : amax.rows[r == 2 ? 2 : 3];
@@ -116,8 +122,9 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
   amax.cols(cols);
   store_warp_max(cols, warps[0]);
   __syncthreads();
-  if (threadIdx.x < kTile && col0 + threadIdx.x < q.cols) {
-    atomicMax(col_amax + col0 + threadIdx.x, max_of_warps(warps[0], threadIdx.x));
+  const int64_t col = first.col0 + threadIdx.x;
+  if (threadIdx.x < kTile && col < q.cols) {
+    atomicMax(col_amax + col, max_of_warps(warps[0], threadIdx.x));
   }
 }
 

@@ -5,6 +5,7 @@
 //   prepare(tile, i)        after that, for the next tile; a barrier follows before its `enter`
 //
 // kSameBytes: data_t has the bytes of data, so `transposed` is not asked.
+// kSynchronizes: `enter` has a barrier for all threads of the block.
 #pragma once
 
 #include "amax.cuh"
@@ -14,7 +15,7 @@ namespace fp8lt {
 
 // One scale for everything.
 struct TensorScale {
-  static constexpr bool kSameBytes = true;
+  static constexpr bool kSameBytes = true, kSynchronizes = false;
   float scale;
 
   template <typename T>
@@ -44,7 +45,7 @@ struct RecordingScale : TensorScale {
 // of the next tile's.
 template <Fp8Type kType, bool kFolded>
 struct AxisScales {
-  static constexpr bool kSameBytes = kFolded;
+  static constexpr bool kSameBytes = kFolded, kSynchronizes = false;
   enum Kind { kRowScale, kColScale, kFoldRow, kFoldCol };
   static constexpr int kKinds = kThreads / kTile;
   using Numbers = float[kKinds][kTile];
@@ -160,16 +161,17 @@ __device__ inline uint32_t max_of_warps(const uint32_t* warps, int col) {
 // 1x128: a row of a tile is a block of data, a column of it a block of data_t.
 template <Fp8Type kType>
 struct LineScales {
-  static constexpr bool kSameBytes = false;
+  static constexpr bool kSameBytes = false, kSynchronizes = true;
 
+  // Largest magnitudes, and in the place of those of a row and of a column its scale: two blocks of
+  // a cast with sums fill the shared memory of an H200 to within 256 bytes.
   struct Shared {
-    uint32_t warps[kWarps][kTile], rows[kTile];  // largest magnitudes
-    float row_scale[kTile], col_scale[kTile];
+    uint32_t warps[kWarps][kTile], rows[kTile];
   };
 
   const Quantize& q;
   Shared& shared;
-  const float *row_scale, *col_scale;  // of this thread's patch
+  const uint32_t *row_scale, *col_scale;  // of this thread's patch, the bits of f32
 
   template <typename T>
   __device__ void enter(const Patch<T>& patch, const Place& at, int) {
@@ -185,34 +187,38 @@ struct LineScales {
     __syncthreads();
     const int place = threadIdx.x % kTile;
     if (threadIdx.x < kTile) {
-      shared.row_scale[place] = one(shared.rows[place], q.scale_inv, at.across, at.row0 + place,
-                                    padded(q.rows));
+      shared.rows[place] = one(shared.rows[place], q.scale_inv, at.across, at.row0 + place,
+                               padded(q.rows));
     } else if (threadIdx.x < 2 * kTile) {
-      shared.col_scale[place] = one(max_of_warps(shared.warps[0], place), q.scale_inv_t, at.down,
-                                    at.col0 + place, padded(q.cols));
+      shared.warps[0][place] = one(max_of_warps(shared.warps[0], place), q.scale_inv_t, at.down,
+                                   at.col0 + place, padded(q.cols));
     }
     __syncthreads();
-    row_scale = shared.row_scale + row;
-    col_scale = shared.col_scale + col;
+    row_scale = shared.rows + row;
+    col_scale = shared.warps[0] + col;
   }
 
   // The scale of one block; its inverse goes to [block, row] of `scale_inv` [, rows].
-  __device__ float one(uint32_t largest, float* scale_inv, int64_t block, int64_t row,
-                       int64_t rows) const {
+  __device__ uint32_t one(uint32_t largest, float* scale_inv, int64_t block, int64_t row,
+                          int64_t rows) const {
     const float scale = scale_of<kType>(__uint_as_float(largest), q.power_of_two);
     if (scale_inv != nullptr && row < rows) scale_inv[block * rows + row] = __frcp_rn(scale);
-    return scale;
+    return __float_as_uint(scale);
   }
 
-  __device__ float row_major(float x, int r, int) const { return x * row_scale[r]; }
-  __device__ float transposed(float x, int, int j) const { return x * col_scale[j]; }
+  __device__ float row_major(float x, int r, int) const {
+    return x * __uint_as_float(row_scale[r]);
+  }
+  __device__ float transposed(float x, int, int j) const {
+    return x * __uint_as_float(col_scale[j]);
+  }
   __device__ void prepare(uint32_t, int) {}
 };
 
 // 128x128: a tile is a block.
 template <Fp8Type kType>
 struct SquareScales {
-  static constexpr bool kSameBytes = true;
+  static constexpr bool kSameBytes = true, kSynchronizes = true;
   static_assert(kTile == 128);
 
   const Quantize& q;

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <limits>
 
 #undef __shared__
 #define __shared__ static  // one block at a time has it
@@ -106,6 +107,9 @@ inline uint32_t __reduce_max_sync(unsigned all, uint32_t value) {
 namespace fp8lt {
 
 inline uint4* dynamic_shared_memory() { return static_cast<uint4*>(on_cpu::shared_memory()); }
+inline float max_or_nan(float a, float b) {
+  return isnan(a) || isnan(b) ? std::numeric_limits<float>::quiet_NaN() : std::max(a, b);
+}
 inline uint4 load_once(const uint4* from) { return *from; }
 template <bool kByL1>
 void copy_async(uint4* to, const uint4* from) {
