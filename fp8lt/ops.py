@@ -197,6 +197,8 @@ def gemm_nt(
         f16 bias of an f32 result is added after, so that it is not rounded first.
     fast_accum: let the hardware skip promoting partial sums to f32, where that saves time.
     scaling: one of `schemas.PAIRS`: both a tensor's, both per row, or blocks, not both 128x128.
+    With scales per row cuBLASLt multiplies a sum by one scale after the other, so that it gives Inf
+    where the first product already leaves f32: where `amax * 448 * K` of an operand is near 1e38.
     """
     epilogue, after = _place_bias(bias, out_dtype)
     call = schemas.gemm_nt if emulated else torch.ops.fp8lt.gemm_nt.default

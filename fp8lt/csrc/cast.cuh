@@ -60,15 +60,23 @@ __device__ void cast_tiles(const Quantize& q, const Grid& grid, const Walk& walk
     fetch_next<T>(q, grid, walk, i + kPlaces<T>, shared);
     const Place at = place_of(q, grid, tile);
     scales.enter(patch, at, i);
-    if (q.sums != nullptr) {
+    if (seldom(q.sums != nullptr)) {
       if constexpr (!Scales::kSynchronizes) __syncthreads();  // the sums of the last tile were read
       sum_patch(patch, shared.sums);
     }
-    cast_patch<T, kType>(q, patch, at, scales, transpose);
+    if (usually(at.interior)) {
+      cast_patch<T, kType, true>(q, patch, at, scales, transpose);
+    } else {
+      cast_patch<T, kType, false>(q, patch, at, scales, transpose);
+    }
     if (i + 1 < walk.count) scales.prepare(walk.tile(i + 1), i + 1);
     __syncthreads();
-    if (q.data_t != nullptr) store_columns(q, at, transpose);
-    if (q.sums != nullptr) sum_tile(tile, shared.sums, tile_sums);
+    if (usually(at.interior)) {
+      if (q.data_t != nullptr) store_columns<true>(q, at, transpose);
+    } else if (q.data_t != nullptr) {
+      store_columns<false>(q, at, transpose);
+    }
+    if (seldom(q.sums != nullptr)) sum_tile(tile, shared.sums, tile_sums);
   }
 }
 
@@ -116,9 +124,9 @@ struct RowSteps {
     for (int u = 0; u < kUnroll; ++u) {
       if (index(step, u) >= count) break;
       const int64_t at = row(step, u), col = this->col(step, u);
-      const bool interior = at < q.rows && col + kPatchCols <= q.cols;
-      const uint2 fp8 = cast_line<T, kType>(q, lines[u], at, col, interior,
-                                            [&](float x, int) { return x * scale; });
+      constexpr bool kInterior = false;
+      const uint2 fp8 = cast_line<T, kType, kInterior>(q, lines[u], at, col,
+                                                       [&](float x, int) { return x * scale; });
       static_cast<uint2*>(q.data)[index(step, u)] = fp8;
     }
   }

@@ -9,6 +9,11 @@
 
 namespace fp8lt {
 
+// Of two ways, the compiler lays the likely one out without gaps. All warps of an SM share its
+// instruction cache, and what is seldom run must not lie amid what is.
+__device__ inline bool usually(bool condition) { return __builtin_expect(condition, true); }
+__device__ inline bool seldom(bool condition) { return __builtin_expect(condition, false); }
+
 constexpr int kTile = 128;
 constexpr int kPatchRows = 4;
 constexpr int kPatchCols = 8;
@@ -99,16 +104,19 @@ __device__ void load_ragged(const Quantize& q, int64_t row, int64_t col,
 template <typename T>
 __device__ Patch<T> load_patch(const Quantize& q, const Grid& grid, const Place& at) {
   Patch<T> patch;
+  if (usually(at.interior)) {
+    const T* row = element<T>(q, at.row, at.col);
 #pragma unroll
-  for (int r = 0; r < kPatchRows; ++r) {
-    if (at.interior || is_whole_line(q, grid, at.row + r, at.col)) {
-      const uint4* from = reinterpret_cast<const uint4*>(element<T>(q, at.row + r, at.col));
+    for (int r = 0; r < kPatchRows; ++r, row += q.cols) {
 #pragma unroll
-      for (int i = 0; i < kLines<T>; ++i) patch.lines[r][i] = __ldg(from + i);
-    } else {
-      load_ragged<T>(q, at.row + r, at.col, patch.lines[r]);
+      for (int i = 0; i < kLines<T>; ++i) {
+        patch.lines[r][i] = __ldg(reinterpret_cast<const uint4*>(row) + i);
+      }
     }
+    return patch;
   }
+#pragma unroll
+  for (int r = 0; r < kPatchRows; ++r) load_ragged<T>(q, at.row + r, at.col, patch.lines[r]);
   return patch;
 }
 
@@ -125,17 +133,30 @@ template <typename T>
 __device__ void fetch(const Quantize& q, const Grid& grid, uint32_t tile, uint4* place) {
   constexpr bool kByL1 = kLines<T> > 1;
   const Place at = place_of(q, grid, tile);
+  if (usually(at.interior)) {
+    const T* row = element<T>(q, at.row, at.col);
 #pragma unroll
+    for (int r = 0; r < kPatchRows; ++r, row += q.cols) {
+#pragma unroll
+      for (int i = 0; i < kLines<T>; ++i) {
+        copy_async<kByL1>(line_in<T>(place, r, i), reinterpret_cast<const uint4*>(row) + i);
+      }
+    }
+    return;
+  }
+#pragma unroll 1
   for (int r = 0; r < kPatchRows; ++r) {
-    if (at.interior || is_whole_line(q, grid, at.row + r, at.col)) {
-      const uint4* from = reinterpret_cast<const uint4*>(element<T>(q, at.row + r, at.col));
+    const bool whole = is_whole_line(q, grid, at.row + r, at.col);
+    uint4 lines[kLines<T>];
+    if (!whole) load_ragged<T>(q, at.row + r, at.col, lines);
 #pragma unroll
-      for (int i = 0; i < kLines<T>; ++i) copy_async<kByL1>(line_in<T>(place, r, i), from + i);
-    } else {
-      uint4 lines[kLines<T>];
-      load_ragged<T>(q, at.row + r, at.col, lines);
-#pragma unroll
-      for (int i = 0; i < kLines<T>; ++i) *line_in<T>(place, r, i) = lines[i];
+    for (int i = 0; i < kLines<T>; ++i) {
+      const T* from = element<T>(q, at.row + r, at.col);
+      if (whole) {
+        copy_async<kByL1>(line_in<T>(place, r, i), reinterpret_cast<const uint4*>(from) + i);
+      } else {
+        *line_in<T>(place, r, i) = lines[i];
+      }
     }
   }
 }
@@ -161,9 +182,10 @@ __device__ inline uint32_t inside(int64_t row, int64_t col, int64_t rows, int64_
 }
 
 // Eight columns of a row in FP8; `scaled` gives what is cast, of a value and its place among them.
-template <typename T, Fp8Type kType, typename Scaled>
+// kInterior: none of them is padding.
+template <typename T, Fp8Type kType, bool kInterior, typename Scaled>
 __device__ uint2 cast_line(const Quantize& q, const uint4 (&lines)[kLines<T>], int64_t row,
-                           int64_t col, bool interior, const Scaled& scaled) {
+                           int64_t col, const Scaled& scaled) {
   const T* values = reinterpret_cast<const T*>(lines);
   const auto two = [&](int j) -> uint32_t {
     const float2 v = make_float2(scaled(real(values[j]), j), scaled(real(values[j + 1]), j + 1));
@@ -174,7 +196,7 @@ __device__ uint2 cast_line(const Quantize& q, const uint4 (&lines)[kLines<T>], i
   for (int j = 0; j < kPatchCols; j += 4) {
     const uint32_t low = two(j), high = two(j + 2);
     fp8[j / 4] = low | high << 16;
-    if (!interior) fp8[j / 4] &= inside(row, col + j, q.rows, q.cols);
+    if constexpr (!kInterior) fp8[j / 4] &= inside(row, col + j, q.rows, q.cols);
   }
   return make_uint2(fp8[0], fp8[1]);
 }
@@ -186,28 +208,28 @@ __device__ inline int shared_word(int col, int word) {
 }
 
 // Cast a patch; store its rows, and put its columns into `transpose`. `scales`: see scales.cuh.
-template <typename T, Fp8Type kType, typename Scales>
+template <typename T, Fp8Type kType, bool kInterior, typename Scales>
 __device__ void cast_patch(const Quantize& q, const Patch<T>& patch, const Place& at,
                            const Scales& scales, uint32_t* transpose) {
   const int64_t padded_rows = padded(q.rows), padded_cols = padded(q.cols);
   uint2 fp8[kPatchRows];
+  uint8_t* to = static_cast<uint8_t*>(q.data) + at.row * padded_cols + at.col;
 #pragma unroll
-  for (int r = 0; r < kPatchRows; ++r) {
+  for (int r = 0; r < kPatchRows; ++r, to += padded_cols) {
     if (!Scales::kSameBytes && q.data == nullptr) break;
-    fp8[r] = cast_line<T, kType>(q, patch.lines[r], at.row + r, at.col, at.interior,
-                                 [&](float x, int j) { return scales.row_major(x, r, j); });
-    const bool there = at.interior || (at.row + r < padded_rows && at.col < padded_cols);
-    if (q.data != nullptr && there) {
-      uint8_t* to = static_cast<uint8_t*>(q.data) + (at.row + r) * padded_cols + at.col;
-      *reinterpret_cast<uint2*>(to) = fp8[r];
-    }
+    fp8[r] = cast_line<T, kType, kInterior>(
+        q, patch.lines[r], at.row + r, at.col,
+        [&](float x, int j) { return scales.row_major(x, r, j); });
+    const bool there = kInterior || (at.row + r < padded_rows && at.col < padded_cols);
+    if (q.data != nullptr && there) *reinterpret_cast<uint2*>(to) = fp8[r];
   }
   if (q.data_t == nullptr) return;
   if constexpr (!Scales::kSameBytes) {
 #pragma unroll
     for (int r = 0; r < kPatchRows; ++r) {
-      fp8[r] = cast_line<T, kType>(q, patch.lines[r], at.row + r, at.col, at.interior,
-                                   [&](float x, int j) { return scales.transposed(x, r, j); });
+      fp8[r] = cast_line<T, kType, kInterior>(
+          q, patch.lines[r], at.row + r, at.col,
+          [&](float x, int j) { return scales.transposed(x, r, j); });
     }
   }
   const int across = threadIdx.x % kPatchesAcross, word = threadIdx.x / kPatchesAcross;
@@ -222,19 +244,22 @@ __device__ void cast_patch(const Quantize& q, const Patch<T>& patch, const Place
 }
 
 // Store the columns of a whole tile, which `transpose` holds, as rows of data_t.
-__device__ inline void store_columns(const Quantize& q, const Place& at,
-                                     const uint32_t* transpose) {
+template <bool kInterior>
+__device__ void store_columns(const Quantize& q, const Place& at, const uint32_t* transpose) {
   const int64_t padded_rows = padded(q.rows), padded_cols = padded(q.cols);
   constexpr int kPieces = kTile / 16;  // 16-byte pieces of a transposed row
+  constexpr int kStep = kThreads / kPieces;
+  const int piece = threadIdx.x % kPieces;
+  const int64_t row = at.row0 + piece * 16;
+  uint8_t* to = static_cast<uint8_t*>(q.data_t) +
+                (at.col0 + threadIdx.x / kPieces) * padded_rows + row;
 #pragma unroll
-  for (int i = threadIdx.x; i < kTile * kPieces; i += kThreads) {
-    const int c = i / kPieces, piece = i % kPieces;
-    const int64_t col = at.col0 + c, row = at.row0 + piece * 16;
-    if (!at.interior && (col >= padded_cols || row >= padded_rows)) continue;
+  for (int c = 0; c < kTile; c += kStep, to += kStep * padded_rows) {
+    const int col = c + threadIdx.x / kPieces;
+    if (!kInterior && (at.col0 + col >= padded_cols || row >= padded_rows)) continue;
     // The XOR is even: pairs of words stay together, their order within the piece may not.
-    const uint2 low = *reinterpret_cast<const uint2*>(transpose + shared_word(c, piece * 4));
-    const uint2 high = *reinterpret_cast<const uint2*>(transpose + shared_word(c, piece * 4 + 2));
-    uint8_t* to = static_cast<uint8_t*>(q.data_t) + col * padded_rows + row;
+    const uint2 low = *reinterpret_cast<const uint2*>(transpose + shared_word(col, piece * 4));
+    const uint2 high = *reinterpret_cast<const uint2*>(transpose + shared_word(col, piece * 4 + 2));
     // Past the cache: of x and w, this copy waits for backward, and the other is needed now.
     __stcs(reinterpret_cast<uint4*>(to), make_uint4(low.x, low.y, high.x, high.y));
   }
