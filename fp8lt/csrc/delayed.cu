@@ -3,24 +3,25 @@
 //
 //   scale = FP8_MAX / (max(amax, 1e-12) * 2^margin)    amax: the largest or latest of the history
 //
-// The first kernel has work only while there is no history: it then takes the amax of x itself. All
-// that decides is in memory, so a CUDA graph that is replayed goes on from where it is. The block
-// that ends last knows the amax of x, and that every block has read the state: it changes it.
+// As long as there is no history, the blocks first take the amax of x itself. All that decides is
+// in memory, so a CUDA graph that is replayed goes on from where it is. The block that ends last
+// knows the amax of x, and that every block has read the state: it changes it.
 
 #include "launch.cuh"
 
 namespace fp8lt {
 namespace {
 
-constexpr int kSeedBlocksPerSm = 3;
-constexpr int kSeedBlocks = 1024;  // at most; each writes one number
+constexpr int64_t kSeedShares = 1024;  // at most
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 
-// What the blocks of a cast leave for the last of them.
-struct Ends {
-  uint32_t largest;  // magnitude in x, its bits
-  uint32_t blocks;   // that have ended
+// What the blocks of a launch tell each other. Zero at first; who ends last makes it so again.
+struct Counters {
+  uint32_t largest;                          // magnitude in x, its bits
+  uint32_t ended;                            // blocks
+  uint32_t seed, shares_taken, shares_done;  // where there is no history: `largest`, beforehand
 };
+static_assert(sizeof(Counters) == kCounters * sizeof(uint32_t));
 
 // The place in the ring where the next amax goes. Whoever wrote the state: none outside of it.
 __device__ inline int64_t next_place(const History& h) {
@@ -30,24 +31,33 @@ __device__ inline int64_t next_place(const History& h) {
 
 __device__ inline bool has_history(const History& h) { return h.state[h.length + 1] != 0.0f; }
 
+// The bits of the amax of x, in every thread, before anything is cast. Its shares are taken one by
+// one, so nobody waits but for blocks that run: for those that have taken one.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kSeedBlocksPerSm)
-    seed_kernel(const Quantize q, uint32_t* partial, Ends* ends) {
-#if FP8LT_SM90
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
-  if (blockIdx.x == 0 && threadIdx.x == 0) *ends = {0, 0};
-  if (has_history(q.history)) return;
-  const uint32_t largest = amax_bits<T>(q, {blockIdx.x, gridDim.x});
-  if (threadIdx.x == 0) partial[blockIdx.x] = largest;
+__device__ uint32_t seed_amax(const Quantize& q, Counters* counters) {
+  __shared__ uint32_t taken;
+  const int64_t vectors = q.rows * q.cols / (kThreads * 16 / sizeof(T));
+  const uint32_t shares = static_cast<uint32_t>(min(max(vectors, int64_t{1}), kSeedShares));
+  for (;;) {
+    if (threadIdx.x == 0) taken = atomicAdd(&counters->shares_taken, 1);
+    __syncthreads();
+    if (taken >= shares) break;
+    const uint32_t largest = amax_bits<T>(q, {taken, shares});  // with barriers, after `taken`
+    if (threadIdx.x == 0) {
+      atomicMax(&counters->seed, largest);
+      __threadfence();
+      atomicAdd(&counters->shares_done, 1);
+    }
+  }
+  while (load_acquire(&counters->shares_done) < shares) {
+  }
+  return load_acquire(&counters->seed);
 }
 
-// The bits of the amax that decides the scale, in every thread.
-__device__ inline uint32_t deciding_amax(const History& h, const uint32_t* partial, int partials) {
+// The bits of the amax in the history that decides the scale, in every thread.
+__device__ inline uint32_t deciding_amax(const History& h) {
   uint32_t largest = 0;
-  if (!has_history(h)) {
-    for (int i = threadIdx.x; i < partials; i += kThreads) largest = max(largest, partial[i]);
-  } else if (h.most_recent) {
+  if (h.most_recent) {
     const int64_t next = next_place(h);
     largest = __float_as_uint(h.state[(next + h.length - 1) % h.length]);
   } else {
@@ -83,31 +93,32 @@ __device__ inline void end(const Quantize& q, uint32_t largest) {
 
 template <typename T, Fp8Type kType>
 __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
-    delayed_kernel(const Quantize q, const Grid grid, float* tile_sums, const uint32_t* partial,
-                   int partials, Ends* ends) {
+    delayed_kernel(const Quantize q, const Grid grid, float* tile_sums) {
   __shared__ bool is_last;
+  Counters* const counters = reinterpret_cast<Counters*>(q.counters);
   const Share share{blockIdx.x, gridDim.x};
   const Shared shared = shared_memory();
   const Walk walk(grid.tiles, share);
   fetch_first<T>(q, grid, walk, shared);
-#if FP8LT_SM90
-  cudaGridDependencySynchronize();
-#endif
-  const float amax = __uint_as_float(deciding_amax(q.history, partial, partials));
-  const float scale = delayed_scale<kType>(amax, q.history.margin, q.power_of_two);
+  const uint32_t amax =
+      has_history(q.history) ? deciding_amax(q.history) : seed_amax<T>(q, counters);
+  const float scale =
+      delayed_scale<kType>(__uint_as_float(amax), q.history.margin, q.power_of_two);
   write_scale_inv(q, share, scale);
   RecordingScale<T> scales(scale);
   cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, scales);
   const uint32_t largest = block_max(__float_as_uint(Bits<T>::widest(scales.largest)));
   if (threadIdx.x == 0) {
-    atomicMax(&ends->largest, largest);
+    atomicMax(&counters->largest, largest);
     __threadfence();
-    is_last = atomicAdd(&ends->blocks, 1) == share.blocks - 1;
+    is_last = atomicAdd(&counters->ended, 1) == share.blocks - 1;
   }
   __syncthreads();
   if (!is_last) return;
   __threadfence();
-  end(q, *static_cast<volatile uint32_t*>(&ends->largest));
+  end(q, load_acquire(&counters->largest));
+  __syncthreads();
+  if (threadIdx.x == 0) *counters = {};
 }
 
 template <typename T, Fp8Type kType>
@@ -118,24 +129,15 @@ cudaError_t launch_delayed(const Quantize& q, cudaStream_t stream) {
       gpus.current({reinterpret_cast<const void*>(delayed_kernel<T, kType>)}, &gpu);
   if (status != cudaSuccess) return status;
   const Grid grid = grid_of(q);
-  uint32_t* partial = static_cast<uint32_t*>(q.scratch);
-  Ends* ends = reinterpret_cast<Ends*>(partial + kSeedBlocks);
-  float* tile_sums = reinterpret_cast<float*>(ends + 1);
-  const int64_t vectors = q.rows * q.cols / (kThreads * 16 / sizeof(T));
-  const int64_t seeds = std::min<int64_t>(gpu->blocks(vectors, kSeedBlocksPerSm), kSeedBlocks);
-  status = launch(seed_kernel<T>, seeds, 0, stream, nullptr, q, partial, ends);
-  if (status != cudaSuccess) return status;
-  status = launch_early(*gpu, delayed_kernel<T, kType>, gpu->blocks(grid.tiles, kCastBlocksPerSm),
-                        cast_shared_bytes(q), stream, q, grid, tile_sums, partial,
-                        static_cast<int>(seeds), ends);
+  float* tile_sums = static_cast<float*>(q.scratch);
+  status = launch(delayed_kernel<T, kType>, gpu->blocks(grid.tiles, kCastBlocksPerSm),
+                  cast_shared_bytes(q), stream, nullptr, q, grid, tile_sums);
   return status != cudaSuccess ? status : launch_sums(q, *gpu, grid, tile_sums, stream);
 }
 
 }  // namespace
 
-size_t delayed_scratch_bytes(const Quantize& q) {
-  return sizeof(uint32_t) * kSeedBlocks + sizeof(Ends) + sums_bytes(q);
-}
+size_t delayed_scratch_bytes(const Quantize& q) { return sums_bytes(q); }
 
 cudaError_t quantize_delayed(const Quantize& q, cudaStream_t stream) {
   return with_types(q, [&](auto real, auto fp8) {

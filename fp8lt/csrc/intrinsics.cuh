@@ -25,6 +25,13 @@ __device__ inline float max_or_nan(float a, float b) {
   return larger;
 }
 
+// Read what another block wrote, and with it all that block had written before.
+__device__ inline uint32_t load_acquire(const uint32_t* from) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // Read past L1, which has no use for what is read once.
 __device__ inline uint4 load_once(const uint4* from) {
   uint4 v;

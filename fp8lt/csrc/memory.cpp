@@ -50,23 +50,32 @@ RelaxedCapture::RelaxedCapture() {
 }
 RelaxedCapture::~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
 
-Workspace::Workspace(const c10::cuda::CUDAStream& stream, size_t bytes) {
+Workspace::Workspace(const c10::cuda::CUDAStream& stream, size_t bytes, bool wants_zeros) {
+  const auto zero = [&] {
+    check_cuda(cudaMemsetAsync(zeros, 0, kZeroBytes, stream), "cudaMemsetAsync");
+  };
   if (bytes <= kWorkspaceBytes && !is_capturing(stream)) {
     Persistent& mine = persistent_workspace(stream);
     lock = std::unique_lock<std::mutex>(mine.mutex);
-    if (mine.pointer == nullptr) {
+    zeros = mine.pointer;
+    if (zeros == nullptr) {
       const RelaxedCapture relaxed;
-      if (cudaMalloc(&mine.pointer, kWorkspaceBytes) != cudaSuccess) {
-        mine.pointer = nullptr;
+      if (cudaMalloc(&zeros, kZeroBytes + kWorkspaceBytes) == cudaSuccess) {
+        zero();
+        mine.pointer = zeros;
+      } else {
+        zeros = nullptr;
         cudaGetLastError();  // torch may hold all memory: then it is asked
       }
     }
-    pointer = mine.pointer;
   }
-  if (pointer == nullptr) {
-    borrowed = empty({static_cast<int64_t>(bytes)}, at::ScalarType::Byte, stream.device());
-    pointer = borrowed.mutable_data_ptr();
+  if (zeros == nullptr) {
+    const auto size = static_cast<int64_t>(kZeroBytes + bytes);
+    borrowed = empty({size}, at::ScalarType::Byte, stream.device());
+    zeros = borrowed.mutable_data_ptr();
+    if (wants_zeros) zero();
   }
+  pointer = static_cast<char*>(zeros) + kZeroBytes;
 }
 
 }  // namespace fp8lt

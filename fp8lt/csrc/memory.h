@@ -46,10 +46,13 @@ void check_cuda(cudaError_t status, const char* what);
 // that may have the same. So threads that share a stream wait for each other.
 struct Workspace {
   void* pointer = nullptr;
+  void* zeros = nullptr;  // kZeroBytes of zeros: whoever launches leaves them as they were
   std::unique_lock<std::mutex> lock;
   at::Tensor borrowed;  // inside a capture: the graph's own, from its pool; or larger than usual
 
-  Workspace(const c10::cuda::CUDAStream& stream, size_t bytes);
+  static constexpr size_t kZeroBytes = 256;
+
+  Workspace(const c10::cuda::CUDAStream& stream, size_t bytes, bool wants_zeros = false);
 };
 
 bool is_capturing(cudaStream_t stream);

@@ -58,7 +58,9 @@ struct Quantize {
   void* sums;              // [cols] of x's columns, or null: not asked for; rows > 0
   RealType sums_type;      // what they are rounded to
   void* scratch;           // quantize_scratch_bytes, 16-byte aligned, of no other use until the end
+  uint32_t* counters;      // [kCounters] zero before and after, of no other use in between; delayed
 };
+constexpr int kCounters = 5;
 
 // Whether a GPU has the shared memory that `sums` takes.
 bool quantize_has_sums(int device);

@@ -63,8 +63,11 @@ class Quantising {
 
   void run() {
     const auto stream = c10::cuda::getCurrentCUDAStream();
-    const Workspace workspace(stream, quantize_scratch_bytes(q));
+    const bool counts = q.history.state != nullptr;
+    const Workspace workspace(stream, quantize_scratch_bytes(q), counts);
+    static_assert(kCounters * sizeof(uint32_t) <= Workspace::kZeroBytes);
     q.scratch = workspace.pointer;
+    q.counters = static_cast<uint32_t*>(workspace.zeros);
     check_cuda(quantize(q, stream), "quantize");
   }
 

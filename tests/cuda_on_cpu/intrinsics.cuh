@@ -110,6 +110,7 @@ inline uint4* dynamic_shared_memory() { return static_cast<uint4*>(on_cpu::share
 inline float max_or_nan(float a, float b) {
   return isnan(a) || isnan(b) ? std::numeric_limits<float>::quiet_NaN() : std::max(a, b);
 }
+inline uint32_t load_acquire(const uint32_t* from) { return *from; }
 inline uint4 load_once(const uint4* from) { return *from; }
 template <bool kByL1>
 void copy_async(uint4* to, const uint4* from) {

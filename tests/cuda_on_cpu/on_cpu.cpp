@@ -142,7 +142,13 @@ int run_quantize(fp8lt::Quantize* q) {
   std::vector<uint4> scratch(fp8lt::quantize_scratch_bytes(*q) / sizeof(uint4) + 1);
   std::memset(scratch.data(), 0x7f, scratch.size() * sizeof(uint4));
   q->scratch = scratch.data();
-  return fp8lt::quantize(*q, nullptr);
+  std::vector<uint32_t> counters(fp8lt::kCounters + 1);
+  q->counters = counters.data();
+  const int status = fp8lt::quantize(*q, nullptr);
+  for (const uint32_t counter : counters) {
+    if (counter != 0) std::fprintf(stderr, "a counter is not zero after the launch\n"), std::abort();
+  }
+  return status;
 }
 
 size_t size_of_quantize() { return sizeof(fp8lt::Quantize); }
