@@ -116,7 +116,7 @@ def test_the_parts_of_a_layer_never_show_a_negative_gap() -> None:
     whole = bench_core.make_row("1x2x3", "fwd+bwd", "fp8lt", {}, [100.0, 100.0, 100.0])
     entry = bench_timing.Entry("parts", bool)
     parts = bench_parts.Parts(entry, [60.0, 60.0, 80.0], [10.0, 20.0, 30.0])
-    part = bench_parts.part_row([whole], parts)
+    part = bench_parts.part_row([whole], "fp8lt", parts)
     assert part["rounds_us"]["host_gap"] == [30, 20, 0]
     assert (part["gemms_us"], part["quantise_us"], part["host_gap_us"]) == (60, 20, 20)
     assert part["gemm_share"] == 0.6
@@ -251,6 +251,21 @@ def test_the_peak_of_a_layer_is_shown_and_compared_with_compiled_peers() -> None
     assert verdict["target"] == pytest.approx(6, rel=0.002)
 
 
+def test_the_recipes_that_are_to_be_as_fast_are_compared_round_by_round() -> None:
+    rows = [
+        bench_core.make_row("1x2x3", "fwd+bwd", name, {}, times)
+        for name, times in (
+            ("bf16", [200.0, 210.0, 220.0]), ("fp8lt", [100.0, 110.0, 120.0]),
+            ("fp8lt-delayed", [100.0, 100.0, 100.0]), ("fp8lt-rowwise_folded", [125.0] * 3),
+        )
+    ]  # fmt: skip
+    found = bench_targets.judge("layer", {"rows": rows, "missing": {}})
+    assert [(v["what"], v["value"], v["met"]) for v in found] == [
+        ("fp8lt-delayed 1x2x3 over tensorwise", 1.1, True),
+        ("fp8lt-rowwise_folded 1x2x3 over tensorwise", 0.88, False),
+    ]
+
+
 def test_the_model_mode_shows_where_the_time_goes() -> None:
     shown = result("eager", "fwd+bwd", bf16=1.0, fp8lt=1.6)
     for row in shown["rows"]:
@@ -263,7 +278,7 @@ def test_the_model_mode_shows_where_the_time_goes() -> None:
 
 def test_the_plot_is_drawn_even_where_everything_failed(tmp_path: Path) -> None:
     shown = result("1x2x3", "fwd+bwd", bf16=1.0, fp8lt=None)
-    failed = {"case": "1x2x3", "status": "failed", "reason": "x"}
+    failed = {"case": "1x2x3", "contender": "fp8lt", "status": "failed", "reason": "x"}
     bench_plot.plot({**shown, "parts": [failed]}, "no device", tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 

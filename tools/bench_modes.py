@@ -1,7 +1,7 @@
 """The modes around one linear layer: `layer`, `gemm`, `host`, `decode` and `quantize`.
 
     layer     forward, forward + backward (dx and dw) of the training contenders, and where the
-              time of fp8lt's layer goes: GEMMs, quantise, host gap
+              time of fp8lt's layers goes: GEMMs, quantise, host gap
     gemm      the layer's GEMMs by themselves, fp8lt's choice of kernels against others
     host      wall time of asynchronous calls, at shapes too small for the GPU's time to count
     decode    forward without gradients of the inference contenders, also with the host hidden
@@ -16,7 +16,7 @@ import bench_gemm
 import bench_quantize
 from bench_core import Bench, Result, Row, Shape, make_row
 from bench_linear import Case, Phase, measure_case
-from bench_parts import part_row, parts_of
+from bench_parts import PROFILED, part_row, parts_of
 from bench_peers import INFERENCE, TRAINING, Contender
 from bench_timing import reason
 
@@ -53,19 +53,19 @@ def shapes_of(mode: str, bench: Bench) -> list[Shape]:
 def linear_mode(
     bench: Bench, mode: str, line_up: Sequence[Contender], phases: Sequence[Phase],
 ) -> Result:  # fmt: skip
-    """Measure every shape of a mode; with `layer`, fp8lt's parts, too."""
+    """Measure every shape of a mode; with `layer`, the parts of fp8lt's, too."""
     contenders, lost = bench.choose(line_up)
-    with_parts = mode == "layer" and any(c.name == "fp8lt" for c in contenders)
+    profiled = [c for c in contenders if c.name in PROFILED] if mode == "layer" else []
     wanted = shapes_of(mode, bench)
-    bench.expect(len(wanted) * (len(phases) * len(contenders) + with_parts))
+    bench.expect(len(wanted) * (len(phases) * len(contenders) + len(profiled)))
     rows: list[Row] = []
     parts: list[Row] = []
     for shape in wanted:
         try:
             bench.free()
             case = Case(shape, bench.device, backward=any(phase.backward for phase in phases))
-            extra = parts_of(bench, case) if with_parts else None
-            entries = {BOTH: [extra.entry]} if extra else {}
+            extra = {one.name: parts_of(bench, case, one) for one in profiled}
+            entries = {BOTH: [one.entry for one in extra.values()]}
             new = measure_case(bench, contenders, case, phases, entries)
         except Exception as error:  # no contender's fault: such as too little memory for the shape
             rows += [
@@ -73,10 +73,9 @@ def linear_mode(
                 for phase in phases
             ]
             continue
-        if extra:
-            parts.append(part_row(new, extra))
+        parts += [part_row(new, name, one) for name, one in extra.items()]
         rows += new
-    return {"rows": rows, "missing": lost, **({"parts": parts} if with_parts else {})}
+    return {"rows": rows, "missing": lost, **({"parts": parts} if profiled else {})}
 
 
 def layer(bench: Bench) -> Result:

@@ -1,4 +1,4 @@
-"""Where the time goes: GEMMs, quantise, and the rest, of fp8lt's layer and of whole models.
+"""Where the time goes: GEMMs, quantise, and the rest, of fp8lt's layers and of whole models.
 
 A profiler times the kernels inside the running layer, in the rounds in which the layer itself is
 timed without it. GEMMs are all kernels that are not fp8lt's: cuBLASLt clears a few bytes before
@@ -15,9 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from bench_core import RUNS, Bench, Row
 from bench_linear import WARM_UP, Case
-from bench_peers import fp8lt_linear
+from bench_peers import Contender
 from bench_timing import LOOP, Entry, ratios, reason
 from torch.profiler import ProfilerActivity, profile
+
+PROFILED = (
+    "fp8lt", "fp8lt-delayed", "fp8lt-rowwise", "fp8lt-rowwise_with_gw_hp", "fp8lt-rowwise_folded",
+    "fp8lt-blockwise",
+)  # fmt: skip
 
 
 class Span(NamedTuple):
@@ -37,10 +42,10 @@ class Parts:
     quantise_us: list[float] = field(default_factory=list)
 
 
-def parts_of(bench: Bench, case: Case) -> Parts:
-    """Return what profiles fp8lt's layer, forward and backward."""
+def parts_of(bench: Bench, case: Case, contender: Contender) -> Parts:
+    """Return what profiles a layer of fp8lt's, forward and backward."""
     try:
-        layer = fp8lt_linear(case.w)
+        layer = contender.build(case.w)
         call = case.call(layer, backward=True)
         for _ in range(WARM_UP):
             call()
@@ -116,18 +121,19 @@ def busy(spans: Sequence[Span]) -> float:
     return total
 
 
-def part_row(rows: Sequence[Row], parts: Parts) -> Row:
-    """Return the parts of fp8lt's layer in one shape: medians, shares, all rounds."""
-    whole = next(r for r in rows if r["contender"] == "fp8lt" and r["phase"] == "fwd+bwd")
+def part_row(rows: Sequence[Row], contender: str, parts: Parts) -> Row:
+    """Return the parts of one of fp8lt's layers in one shape: medians, shares, all rounds."""
+    whole = next(r for r in rows if (r["contender"], r["phase"]) == (contender, "fwd+bwd"))
+    head = {"case": whole["case"], "contender": contender}
     failure = parts.entry.failure or whole["reason"]
     if failure:
-        return {"case": whole["case"], "status": "failed", "reason": failure}
+        return {**head, "status": "failed", "reason": failure}
     layer_us, gemms_us, quantise_us = whole["rounds_us"], parts.gemms_us, parts.quantise_us
     # The layer was timed in other runs of a round: at a small gap noise may make it negative.
     gap = [max(0.0, a - b - c) for a, b, c in zip(layer_us, gemms_us, quantise_us, strict=True)]
     shares = ratios(gemms_us, layer_us)
     return {
-        "case": whole["case"],
+        **head,
         "status": "ok",
         "gemms_us": statistics.median(gemms_us),
         "quantise_us": statistics.median(quantise_us),

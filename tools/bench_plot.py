@@ -63,7 +63,7 @@ def speedups(axis: Any, rows: list[Row], cases: list[str], label: str) -> None:
 
 def shares(axis: Any, parts: list[Row], cases: list[str]) -> None:
     """Draw one stacked bar a shape: the parts of fp8lt's layer, as shares of their sum."""
-    parts = [part for part in parts if part["status"] == "ok"]
+    parts = [p for p in parts if (p["contender"], p["status"]) == ("fp8lt", "ok")]
     totals = [sum(part[f"{key}_us"] for key in PARTS) for part in parts]
     places = [cases.index(part["case"]) for part in parts]
     bottom = [0.0] * len(parts)

@@ -113,15 +113,16 @@ def quantize_table(rows: list[Row]) -> list[str]:
 
 def parts_table(parts: list[Row]) -> list[str]:
     table: list[Sequence[str]] = [
-        ("fp8lt's fwd+bwd, us", "GEMMs", "quantise", "host gap", "share of the GEMMs")
+        ("where the time goes, us", "fwd+bwd", "GEMMs", "quantise", "host gap", "GEMMs' share")
     ]
     for part in parts:
+        who = (part["contender"], part["case"])
         if part["status"] != "ok":
-            table.append((part["case"], "FAILED", "-", "-", "-"))
+            table.append((*who, "FAILED", "-", "-", "-"))
             continue
         times = (part["gemms_us"], part["quantise_us"], part["host_gap_us"])
-        table.append((part["case"], *(f"{t:,.0f}" for t in times), f"{part['gemm_share']:.2f}"))
-    return aligned(table)
+        table.append((*who, *(f"{t:,.0f}" for t in times), f"{part['gemm_share']:.2f}"))
+    return aligned(table, left=2)
 
 
 def model_parts_table(rows: list[Row]) -> list[str]:
@@ -157,8 +158,9 @@ def notes(result: Result) -> list[str]:
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in [*result["rows"], *result.get("parts", [])]:
         if row["status"] != "ok":
-            key = row.get("contender", "parts of fp8lt"), row["status"].upper(), row["reason"]
-            reasons.setdefault(key, []).append(f"{row['case']} {row.get('phase', '')}".strip())
+            key = row["contender"], row["status"].upper(), row["reason"]
+            where = f"{row['case']} {row.get('phase', 'profiled')}"
+            reasons.setdefault(key, []).append(where)
     lines = [
         f"{name} {status} at {', '.join(where)}: {why}"
         for (name, status, why), where in reasons.items()
