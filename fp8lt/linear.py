@@ -185,7 +185,7 @@ def _differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]
     """
 
     @functools.wraps(backward)
-    def wrapped(ctx: Any, dy: Tensor) -> tuple:
+    def wrapped(ctx: Any, dy: Tensor | None) -> tuple:
         with torch.no_grad():
             gradients = backward(ctx, dy)
         if not torch.is_grad_enabled():  # it is with create_graph=True only
@@ -214,6 +214,7 @@ class _Linear(torch.autograd.Function):
         emulated: bool,
         histories: Histories | None,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         need_x, need_w, *_ = ctx.needs_input_grad
         ctx.recompute_w = need_x and recipe.recompute_weight and w_quantized is None
         ctx.keep_x = need_w and operands.keeps_x(recipe)
@@ -233,7 +234,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @_differentiable_once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:  # what y went into has no gradient for it
+            return (None,) * 8
         x, x_t, x_scale_inv, x_fold, w, w_t, w_scale_inv, w_fold = ctx.saved_tensors
         need_x, need_w, need_bias, *_ = ctx.needs_input_grad
         recipe, emulated, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.emulated, ctx.dtypes

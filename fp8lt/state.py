@@ -7,7 +7,8 @@ A layer has three roles, x, w and dy, and for each a ring of the last H amaxes. 
 of a layer in a step. The window is the last H recorded ones. A layer that does not run is not
 rolled; an amax of zero, a non-finite one and an empty tensor do not enter. x and w are recorded in
 a forward whose gradients are wanted: grad mode is on and x, w or the bias requires one, whatever
-`training` says. So `no_grad` and `inference_mode` change nothing. dy is recorded in every backward.
+`training` says. So `no_grad` and `inference_mode` change nothing. dy is recorded in every backward
+that needs it in FP8: for x or w.
 A weight in `reuse_weights` is recorded where it is quantised: once.
 
 **Recomputation** (`torch.utils.checkpoint`, `use_reentrant=False`) records nothing and takes the

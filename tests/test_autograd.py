@@ -1,5 +1,6 @@
 """`fp8lt.linear` inside PyTorch: the autograd contract, contexts, threads, streams, graphs."""
 
+import dataclasses
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8lt
 from fp8lt import device
+from fp8lt.recipe import resolve
 
 E4M3, E5M2 = device.OCP
 CPU = torch.device("cpu")
@@ -71,14 +73,15 @@ def test_a_graph_is_used_again_only_where_it_is_retained(on: torch.device) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize(("m", "k", "n"), [(8192, 1024, 256), (256, 1024, 8192)])
 @pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise"])
 def test_backward_lets_operands_go_and_runs_the_gemms_in_the_leaner_order(
-    m: int, k: int, n: int, recompute: bool
+    m: int, k: int, n: int, recompute: bool, name: str
 ) -> None:
     on = torch.device("cuda")
     x = randn(m, k, on=on, dtype=torch.bfloat16).requires_grad_()
     w = randn(n, k, on=on, dtype=torch.bfloat16).requires_grad_()
     dy = randn(m, n, on=on, dtype=torch.bfloat16)
-    recipe = fp8lt.DynamicScaling(recompute_weight=recompute)
+    recipe = dataclasses.replace(resolve(name), recompute_weight=recompute)
     for _ in range(2):  # the first allocates scratch memory, too
         y = fp8lt.linear(x, w, recipe=recipe) * 1  # its dy is nobody else's
         before = torch.cuda.memory_allocated()
@@ -91,7 +94,7 @@ def test_backward_lets_operands_go_and_runs_the_gemms_in_the_leaner_order(
     quantise = dy.nbytes + 2 * fp8_dy
     dx_first = max(quantise, late + dx + 2 * fp8_dy, late - w_t + dx + dw + fp8_dy)
     dw_first = max(quantise, dw + 2 * fp8_dy, late + dw + dx + fp8_dy - x_t)
-    assert abs(peak - min(dx_first, dw_first)) < 2**17  # scales
+    assert abs(peak - min(dx_first, dw_first)) < 2**18  # scales; a copy of dy has 2**21 bytes
 
 
 def test_a_second_derivative_raises(on: torch.device) -> None:

@@ -196,6 +196,30 @@ except RuntimeError as error:
     assert "fp8lt.linear cannot be differentiated twice" in str(error)
 else:
     raise AssertionError("differentiated twice")
+
+class Blind(torch.autograd.Function):  # gives no gradient to what it was made of
+    @staticmethod
+    def forward(ctx, y): return y.clone()
+    @staticmethod
+    def backward(ctx, dy): return None
+
+for y in (run(), fp8lt.linear(x, w)):
+    assert torch.autograd.grad(Blind.apply(y).sum(), (x, w), allow_unused=True) == (None, None)
+
+# What torch.func nests is a derivative of the operators, which have none.
+for how in map(recipe.resolve, (name for name in recipe.NAMES if name != "delayed")):
+    loss = lambda x, w: ops.linear(x, w, None, None, how, f32).pow(2).sum()
+    want = torch.autograd.grad(loss(x, w), w)[0]
+    assert torch.equal(torch.func.grad(loss, 1)(x.detach(), w.detach()), want)
+    by_value = lambda w: torch.func.grad_and_value(lambda x: loss(x, w))(x.detach())[1]
+    twice = lambda w: torch.func.grad(loss, 1)(x.detach(), w).sum()
+    for nested in (torch.func.grad(by_value), torch.func.grad(twice)):
+        try:
+            nested(w.detach())
+        except RuntimeError as error:
+            assert "derivative for fp8lt::" in str(error), error
+        else:
+            raise AssertionError("a derivative was lost")
 wq = fp8lt.quantize_weight(w)
 assert torch.equal(ops.linear(x, w, None, wq, tensorwise, f32), run())
 assert torch.equal(ops.linear(x, w, None, wq, lean, f32), run())

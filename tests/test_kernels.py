@@ -1,8 +1,9 @@
 """The quantise kernels on a CPU: the CUDA sources themselves, compiled by a C++ compiler.
 
 What a GPU would add is not seen: speed, copies that are still on their way, launches that begin
-early, clusters. All else is: every index, every barrier (threads take turns in an order that is
-drawn anew each time), every byte, compared with the operators' definition in PyTorch.
+early, clusters, blocks that run at the same time and wait for each other. All else is: every index,
+every barrier (threads take turns in an order that is drawn anew each time), every byte, compared
+with the operators' definition in PyTorch.
 """
 
 import ctypes

@@ -2,6 +2,7 @@
 // functions for Python.
 
 #include <cublasLt.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <cstdint>
@@ -28,6 +29,17 @@ TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) {
   m.impl("quantize_blockwise", TORCH_FN(quantize_blockwise_op));
   m.impl("gemm_nt", TORCH_FN(gemm_nt_op));
 }
+// The layer has a derivative, the operators that it is made of have none: to ask for one is an
+// error. Without this it would be lost, as where torch.func nests a derivative in another.
+void refuse_derivatives(torch::Library& library) {
+  for (const char* name : {"quantize_tensorwise", "quantize_delayed", "quantize_rowwise",
+                           "quantize_blockwise", "gemm_nt"}) {
+    library.impl(name, torch::autograd::autogradNotImplementedFallback());
+  }
+}
+TORCH_LIBRARY_IMPL(fp8lt, AutogradCUDA, m) { refuse_derivatives(m); }
+TORCH_LIBRARY_IMPL(fp8lt, AutogradCPU, m) { refuse_derivatives(m); }
+
 TORCH_LIBRARY_IMPL(fp8lt, CompositeExplicitAutograd, m) {
   m.impl("cublaslt_versions", TORCH_FN(cublaslt_versions));
   m.impl("set_autotune", [](bool enabled, std::string directory, bool verbose) {

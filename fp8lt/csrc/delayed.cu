@@ -94,14 +94,16 @@ __device__ inline void end(const Quantize& q, uint32_t largest) {
 template <typename T, Fp8Type kType>
 __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
     delayed_kernel(const Quantize q, const Grid grid, float* tile_sums) {
-  __shared__ bool is_last;
+  __shared__ bool seeded, is_last;
   Counters* const counters = reinterpret_cast<Counters*>(q.counters);
   const Share share{blockIdx.x, gridDim.x};
   const Shared shared = shared_memory();
   const Walk walk(grid.tiles, share);
   fetch_first<T>(q, grid, walk, shared);
-  const uint32_t amax =
-      has_history(q.history) ? deciding_amax(q.history) : seed_amax<T>(q, counters);
+  // Read once, so that all threads go the same way even if a launch on another stream changes it.
+  if (threadIdx.x == 0) seeded = has_history(q.history);
+  __syncthreads();
+  const uint32_t amax = seeded ? deciding_amax(q.history) : seed_amax<T>(q, counters);
   const float scale =
       delayed_scale<kType>(__uint_as_float(amax), q.history.margin, q.power_of_two);
   write_scale_inv(q, share, scale);
@@ -112,10 +114,10 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
     atomicMax(&counters->largest, largest);
     __threadfence();
     is_last = atomicAdd(&counters->ended, 1) == share.blocks - 1;
+    __threadfence();
   }
   __syncthreads();
   if (!is_last) return;
-  __threadfence();
   end(q, load_acquire(&counters->largest));
   __syncthreads();
   if (threadIdx.x == 0) *counters = {};

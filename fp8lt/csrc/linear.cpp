@@ -220,18 +220,21 @@ struct LinearBackward : torch::autograd::Node {
     const int64_t m = tokens(), k = x_sizes.back();
     const int64_t dx = m * k * c10::elementSize(x_dtype), dw = n * k * c10::elementSize(w_dtype);
     const int64_t dy = m * n, w_t = n * k, x_t = m * k;  // FP8; of dy there are two copies
-    const int64_t w_t_early = recompute_weight ? 0 : w_t;
+    const int64_t w_t_early = recompute_weight && !needs_w_columns_first() ? 0 : w_t;
     return std::max(dw + 2 * dy + x_t + w_t_early, dw + dx + dy + w_t) <
            std::max(dx + 2 * dy + x_t + w_t, dx + dw + dy + x_t);
   }
+
+  // Folded, dy takes over the scales of w's columns.
+  bool needs_w_columns_first() const { return recipe.kind == Recipe::Kind::kRowwiseFolded; }
 
   variable_list gradients_of(Tensor dy, const Wanted& wanted, Saved saved) const {
     Tensor dx, dw, db;
     Quantized q;
     const bool columns_of_dy = wanted.dw && !recipe.keeps_x();
     const bool dw_first = wanted.dx && columns_of_dy && grad_weight_first();
-    if (wanted.dx && recompute_weight && recipe.kind == Recipe::Kind::kRowwiseFolded) {
-      saved.w_columns = columns_of_w(saved.weight, recipe, history_of_w);  // dy needs their scales
+    if (wanted.dx && recompute_weight && needs_w_columns_first()) {
+      saved.w_columns = columns_of_w(saved.weight, recipe, history_of_w);
     }
     if (wanted.dx || columns_of_dy) {
       q = quantize_dy(dy, recipe, history_of_dy, wanted.dx, columns_of_dy, saved.w_columns.fold,
@@ -251,19 +254,19 @@ struct LinearBackward : torch::autograd::Node {
 
   // dx [..., K] = dy [M, N] @ w [N, K]. Takes its operands out of `dy` and `saved`.
   Tensor grad_input(Quantized& dy, Saved& saved) const {
-    const Tensor data = std::move(dy.data);
+    const Tensor data = std::move(dy.data), scale_inv = std::move(dy.scale_inv);
     const Columns w = saved.w_columns.data_t.defined()
                           ? std::move(saved.w_columns)
                           : columns_of_w(saved.weight, recipe, history_of_w);
-    return gemm_nt(data, w.data_t, dy.scale_inv, w.scale_inv_t, x_sizes, std::nullopt, x_dtype,
+    return gemm_nt(data, w.data_t, scale_inv, w.scale_inv_t, x_sizes, std::nullopt, x_dtype,
                    recipe.fast_grad_input, recipe.forward_scalings());
   }
 
   // dw [N, K] = dy [M, N].T @ x [M, K]. Takes its operands out of `dy` and `saved`.
   Tensor grad_weight(Quantized& dy, Saved& saved) const {
-    const Tensor data_t = std::move(dy.data_t);
+    const Tensor data_t = std::move(dy.data_t), scale_inv_t = std::move(dy.scale_inv_t);
     const Columns x = std::move(saved.x_columns);
-    return gemm_nt(data_t, x.data_t, dy.scale_inv_t, x.scale_inv_t, {n, x_sizes.back()},
+    return gemm_nt(data_t, x.data_t, scale_inv_t, x.scale_inv_t, {n, x_sizes.back()},
                    std::nullopt, w_dtype, recipe.fast_grad_weight, recipe.grad_weight_scalings());
   }
 };

@@ -54,7 +54,9 @@ Workspace::Workspace(const c10::cuda::CUDAStream& stream, size_t bytes, bool wan
   const auto zero = [&] {
     check_cuda(cudaMemsetAsync(zeros, 0, kZeroBytes, stream), "cudaMemsetAsync");
   };
-  if (bytes <= kWorkspaceBytes && !is_capturing(stream)) {
+  // One handle stands for a stream of each thread.
+  const bool is_one = stream.stream() != cudaStreamPerThread;
+  if (is_one && bytes <= kWorkspaceBytes && !is_capturing(stream)) {
     Persistent& mine = persistent_workspace(stream);
     lock = std::unique_lock<std::mutex>(mine.mutex);
     zeros = mine.pointer;

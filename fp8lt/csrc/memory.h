@@ -46,7 +46,7 @@ void check_cuda(cudaError_t status, const char* what);
 // that may have the same. So threads that share a stream wait for each other.
 struct Workspace {
   void* pointer = nullptr;
-  void* zeros = nullptr;  // kZeroBytes of zeros: whoever launches leaves them as they were
+  void* zeros = nullptr;  // kZeroBytes of them, where they are wanted: a launch leaves them so
   std::unique_lock<std::mutex> lock;
   at::Tensor borrowed;  // inside a capture: the graph's own, from its pool; or larger than usual
 

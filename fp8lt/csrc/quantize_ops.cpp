@@ -170,8 +170,8 @@ History history_in(const Tensor& amaxes, int64_t row, c10::Device device, int64_
   TORCH_CHECK(amaxes.scalar_type() == ScalarType::Float && amaxes.dim() >= 1 &&
                   amaxes.size(-1) >= 3 && (row + 1) * amaxes.size(-1) <= amaxes.numel() &&
                   amaxes.is_contiguous() && amaxes.device() == device,
-              "fp8lt: want state [H + 2], H at least 1, contiguous, float32 on ", device, ", got ",
-              amaxes.sizes(), " ", amaxes.scalar_type(), " on ", amaxes.device());
+              "fp8lt: want state [..., H + 2], H at least 1, contiguous, float32 on ", device,
+              ", got ", amaxes.sizes(), " ", amaxes.scalar_type(), " on ", amaxes.device());
   const int64_t width = amaxes.size(-1);
   return {amaxes.mutable_data_ptr<float>() + row * width, width - 2, static_cast<int>(margin),
           most_recent, record};

@@ -164,7 +164,7 @@ struct LineScales {
   static constexpr bool kSameBytes = false, kSynchronizes = true;
 
   // Largest magnitudes, and in the place of those of a row and of a column its scale: two blocks of
-  // a cast with sums fill the shared memory of an H200 to within 256 bytes.
+  // a cast with sums fill the shared memory of an H200 to within a kilobyte.
   struct Shared {
     uint32_t warps[kWarps][kTile], rows[kTile];
   };

@@ -8,9 +8,9 @@
 
 namespace fp8lt {
 
-// What `make` makes of `x` for a recipe, kept for backward: made now, or by the last call if x is
-// the same tensor of the same operation, unchanged as far as autograd counts, on the same stream.
-// `made_by` is that operation's number.
+// What `make` makes of `x` for a recipe, where the gradients of x and w are wanted: made now, or by
+// the last call if x is the same tensor of the same operation, unchanged as far as autograd counts,
+// on the same stream. `made_by` is that operation's number.
 //
 // x must be an activation, made by an operation that autograd recorded, and saved for backward.
 // Then a change of it that autograd does not see makes gradients wrong in PyTorch, too. A tensor
