@@ -59,12 +59,13 @@ void check_scale(const char* name, const Tensor& scale, Scaling scaling, int64_t
   }
   const bool blocks = scaling == Scaling::k1x128 || scaling == Scaling::k128x128;
   if (blocks) fits = scale.sizes() == at::IntArrayRef(sizes);
-  const std::string want = blocks                          ? c10::str(at::IntArrayRef(sizes))
-                           : scaling == Scaling::kRowwise ? c10::str("[", padded(rows), "]")
-                                                          : "[S]";
+  const auto want = [&]() -> std::string {
+    if (blocks) return c10::str(at::IntArrayRef(sizes));
+    return scaling == Scaling::kRowwise ? c10::str("[", padded(rows), "]") : "[S]";
+  };
   TORCH_CHECK(scale.scalar_type() == ScalarType::Float && fits && scale.is_contiguous() &&
                   scale.device() == a.device(),
-              "fp8lt: want ", name, " ", want, ", contiguous, float32 on ", a.device(), ", got ",
+              "fp8lt: want ", name, " ", want(), ", contiguous, float32 on ", a.device(), ", got ",
               scale.sizes(), " ", scale.scalar_type(), " on ", scale.device());
 }
 
