@@ -185,6 +185,38 @@ def test_native_bytes_and_states_equal_emulated(dtype: torch.dtype) -> None:
                 assert torch.equal(states[1].cpu(), states[0])
 
 
+@pytest.mark.gpu
+def test_large_matrices_without_a_history_take_their_own_amax_in_one_launch() -> None:
+    for shape in ((4096, 8192), (128, 65536), (65536, 16)):
+        x = randn(*shape, on=GPU0, dtype=torch.bfloat16)
+        for _ in range(20):
+            state = state_of(on=GPU0)
+            got = ops.quantize_delayed(x, E4M3, state)
+            want = ops.quantize_tensorwise(x, E4M3)
+            assert torch.equal(got.scale_inv, want.scale_inv)
+            assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
+            assert state[0] == x.abs().max()
+
+
+@pytest.mark.gpu
+def test_two_streams_that_share_a_state_end_and_leave_it_whole() -> None:
+    x = [randn(2048, 4096, on=GPU0, dtype=torch.bfloat16) * size for size in (1, 3)]
+    streams = [torch.cuda.Stream(GPU0) for _ in x]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        state = state_of(on=GPU0)
+        torch.cuda.synchronize()
+        for stream, mine in zip(streams, x, strict=True):
+            with torch.cuda.stream(stream):
+                ops.quantize_delayed(mine, E4M3, state)
+        torch.cuda.synchronize()
+        *ring, place, recorded = state.tolist()
+        amaxes = {0.0, *(float(mine.abs().max()) for mine in x)}
+        assert set(ring) <= amaxes
+        assert recorded == 1
+        assert place in (1, 2)  # one may have been lost
+
+
 # ------------------------------------------------------------------------------------- the layer
 
 RECIPE = DelayedScaling(amax_history_len=3)
@@ -339,3 +371,31 @@ def test_a_layer_converted_in_inference_mode_trains_outside_of_it() -> None:
         fp8lt.convert_to_float8_training(layer, config="delayed")
     layer(torch.ones(4, 16)).sum().backward()
     assert layer.weight.grad is not None
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_goes_on_from_where_its_state_is() -> None:
+    draw = torch.Generator(GPU0).manual_seed(0)
+    w = torch.randn(512, 256, generator=draw, device=GPU0).bfloat16().requires_grad_()
+    x = torch.zeros(384, 256, device=GPU0, dtype=torch.bfloat16).requires_grad_()
+    dy = torch.zeros(384, 512, device=GPU0, dtype=torch.bfloat16)
+    states = DelayedState(RECIPE, GPU0), DelayedState(RECIPE, GPU0)
+
+    def step(state: DelayedState) -> list[Tensor]:
+        y = fp8lt.linear(x, w, recipe=RECIPE, state=state)
+        return [y.detach(), *torch.autograd.grad(y, (x, w), dy)]
+
+    step(states[1])  # the GEMMs of a shape are chosen before a capture
+    states[1].amaxes.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(states[1])
+    assert not states[1].amaxes.any()  # nothing has run yet
+    for size in (1.0, 5.0, 0.1, 0.0, 2.0, 2.0):
+        with torch.no_grad():
+            x.normal_(generator=draw).mul_(size)
+            dy.normal_(generator=draw)
+        want = step(states[0])
+        graph.replay()
+        assert all(map(torch.equal, captured, want))
+        assert torch.equal(states[1].amaxes, states[0].amaxes)
