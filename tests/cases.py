@@ -2,8 +2,9 @@
 
 import itertools
 import math
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,7 @@ def missing_toolchain() -> str | None:
     return None
 
 
+RunPython = Callable[..., subprocess.CompletedProcess]  # the fixture `run_python`
 needs_toolchain = pytest.mark.skipif(
     missing_toolchain() is not None, reason=f"no toolchain: {missing_toolchain()}"
 )

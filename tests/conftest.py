@@ -5,10 +5,18 @@ an FP8 GPU the latter are skipped and the summary says why; a GPU whose extensio
 fails them.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from cases import RunPython
 
 import fp8lt.device
+
+LOAD = "import fp8lt; from fp8lt import build; print(build.loaded_library()); print(build.ensure())"
 
 
 def _no_gpu_reason() -> str | None:
@@ -40,6 +48,37 @@ def opcheck_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
             else allclose(a, b, **options)
         ),
     )
+
+
+@pytest.fixture(scope="session")
+def extension_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache folder of `run_python`: compiling takes most of a minute, so it is done once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def run_python(extension_cache: Path) -> RunPython:
+    """Run Python code in a process whose extension is built whether it has a GPU or not."""
+
+    def call(code: str = LOAD, wait: bool = True, **env: str) -> subprocess.CompletedProcess:
+        environment = {
+            **os.environ,
+            "FP8LT_BUILD": "force",
+            "FP8LT_CACHE_DIR": str(extension_cache),
+            "TORCH_CUDA_ARCH_LIST": "9.0a",
+            **env,
+        }
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        if not wait:
+            return child  # type: ignore[return-value]
+        out, err = child.communicate(timeout=300)
+        assert child.returncode == 0, err
+        return subprocess.CompletedProcess(code, 0, out, err)
+
+    return call
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
