@@ -1,4 +1,4 @@
-"""The layer in the extension, on a CPU: equal to its definition in Python, and as PyTorch uses it."""
+"""The layer in the extension, on a CPU: equal to the one in Python, and as PyTorch uses it."""
 
 from cases import RunPython, needs_toolchain
 
