@@ -115,8 +115,17 @@ __device__ Patch<T> load_patch(const Quantize& q, const Grid& grid, const Place&
     }
     return patch;
   }
+  // At the edge, where all tiles of a matrix of few rows are.
 #pragma unroll
-  for (int r = 0; r < kPatchRows; ++r) load_ragged<T>(q, at.row + r, at.col, patch.lines[r]);
+  for (int r = 0; r < kPatchRows; ++r) {
+    if (is_whole_line(q, grid, at.row + r, at.col)) {
+      const uint4* line = reinterpret_cast<const uint4*>(element<T>(q, at.row + r, at.col));
+#pragma unroll
+      for (int i = 0; i < kLines<T>; ++i) patch.lines[r][i] = __ldg(line + i);
+    } else {
+      load_ragged<T>(q, at.row + r, at.col, patch.lines[r]);
+    }
+  }
   return patch;
 }
 
