@@ -17,6 +17,7 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
   __shared__ typename LineScales<kType>::Shared numbers;
   const Shared shared = shared_memory();
   const Walk walk(grid.tiles, {blockIdx.x, gridDim.x});
+  wait_for_last_kernel();
   fetch_first<T>(q, grid, walk, shared);
   LineScales<kType> scales{q, numbers};
   cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, scales);
@@ -27,6 +28,7 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
     square_kernel(const Quantize q, const Grid grid, float* tile_sums) {
   const Shared shared = shared_memory();
   const Walk walk(grid.tiles, {blockIdx.x, gridDim.x});
+  wait_for_last_kernel();
   fetch_first<T>(q, grid, walk, shared);
   SquareScales<kType> scales{q};
   cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, scales);
@@ -51,8 +53,8 @@ cudaError_t quantize_blockwise(const Quantize& q, cudaStream_t stream) {
     if (grid.tiles == 0) return cudaSuccess;  // then there are no blocks, and no scales
     const auto kernel =
         q.scaling == Scaling::k1x128 ? line_kernel<T, kType> : square_kernel<T, kType>;
-    status = launch(kernel, gpu->blocks(grid.tiles, kCastBlocksPerSm), cast_shared_bytes(q),
-                    stream, nullptr, q, grid, tile_sums);
+    status = launch_early(*gpu, kernel, gpu->blocks(grid.tiles, kCastBlocksPerSm),
+                          cast_shared_bytes(q), stream, q, grid, tile_sums);
     return status != cudaSuccess ? status : launch_sums(q, *gpu, grid, tile_sums, stream);
   });
 }

@@ -58,6 +58,7 @@ __device__ void cast_tiles(const Quantize& q, const Grid& grid, const Walk& walk
     const uint32_t tile = walk.tile(i);
     const Patch<T> patch = receive<T>(shared.places + i % kPlaces<T> * (kTileBytes<T> / 16));
     fetch_next<T>(q, grid, walk, i + kPlaces<T>, shared);
+    if (i == 0) let_next_kernel_start();
     const Place at = place_of(q, grid, tile);
     scales.enter(patch, at, i);
     if (seldom(q.sums != nullptr)) {

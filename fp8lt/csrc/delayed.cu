@@ -94,11 +94,12 @@ __device__ inline void end(const Quantize& q, uint32_t largest) {
 template <typename T, Fp8Type kType>
 __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
     delayed_kernel(const Quantize q, const Grid grid, float* tile_sums) {
-  __shared__ bool seeded, is_last;
+  __shared__ bool seeded;
   Counters* const counters = reinterpret_cast<Counters*>(q.counters);
   const Share share{blockIdx.x, gridDim.x};
   const Shared shared = shared_memory();
   const Walk walk(grid.tiles, share);
+  wait_for_last_kernel();
   fetch_first<T>(q, grid, walk, shared);
   // Read once, so that all threads go the same way even if a launch on another stream changes it.
   if (threadIdx.x == 0) seeded = has_history(q.history);
@@ -110,14 +111,8 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
   RecordingScale<T> scales(scale);
   cast_tiles<T, kType>(q, grid, walk, shared, tile_sums, scales);
   const uint32_t largest = block_max(__float_as_uint(Bits<T>::widest(scales.largest)));
-  if (threadIdx.x == 0) {
-    atomicMax(&counters->largest, largest);
-    __threadfence();
-    is_last = atomicAdd(&counters->ended, 1) == share.blocks - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  if (!is_last) return;
+  if (threadIdx.x == 0) atomicMax(&counters->largest, largest);
+  if (!is_last_block(&counters->ended, share)) return;
   end(q, load_acquire(&counters->largest));
   __syncthreads();
   if (threadIdx.x == 0) *counters = {};
@@ -132,8 +127,8 @@ cudaError_t launch_delayed(const Quantize& q, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   const Grid grid = grid_of(q);
   float* tile_sums = static_cast<float*>(q.scratch);
-  status = launch(delayed_kernel<T, kType>, gpu->blocks(grid.tiles, kCastBlocksPerSm),
-                  cast_shared_bytes(q), stream, nullptr, q, grid, tile_sums);
+  status = launch_early(*gpu, delayed_kernel<T, kType>, gpu->blocks(grid.tiles, kCastBlocksPerSm),
+                        cast_shared_bytes(q), stream, q, grid, tile_sums);
   return status != cudaSuccess ? status : launch_sums(q, *gpu, grid, tile_sums, stream);
 }
 

@@ -7,6 +7,12 @@
 #include "intrinsics.cuh"
 #include "quantize.h"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define FP8LT_SM90 1  // where clusters and dependent launches began
+#else
+#define FP8LT_SM90 0
+#endif
+
 namespace fp8lt {
 
 constexpr int kThreads = 512;  // of a block, in all kernels
@@ -16,6 +22,36 @@ constexpr int kWarps = kThreads / 32;
 struct Share {
   uint32_t block, blocks;
 };
+
+// Kernels may start while the one before them in the stream ends (programmatic dependent launch).
+// Until they have waited for that, they touch nothing that it may write, and write nothing at all.
+// All of them wait, so what is complete stays so further down the stream.
+__device__ inline void wait_for_last_kernel() {
+#if FP8LT_SM90
+  cudaGridDependencySynchronize();
+#endif
+}
+
+// When every block has said so, or has ended, the next kernel may start. After wait_for_last_kernel.
+__device__ inline void let_next_kernel_start() {
+#if FP8LT_SM90
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+// Whether this block is the last to come here: then what the others wrote is there, and they read
+// nothing more. `ended`: zero at first.
+__device__ inline bool is_last_block(uint32_t* ended, Share share) {
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(ended, 1) == share.blocks - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return is_last;
+}
 
 // Magnitudes are compared as integers: with the sign bit cleared, the bits of a float order as its
 // value does, and a NaN is larger than everything. So NaN survives, and there is no rounding.

@@ -9,12 +9,6 @@
 
 #include "cast.cuh"
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define FP8LT_SM90 1  // where clusters and dependent launches began
-#else
-#define FP8LT_SM90 0
-#endif
-
 namespace fp8lt {
 
 constexpr int kCastBlocksPerSm = 2;  // while one waits for a barrier or for memory, the other works
@@ -119,8 +113,8 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int shared_byt
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// As `launch`, while the kernel before it in the stream may still run: it must wait for that by
-// cudaGridDependencySynchronize. Where that does not exist, an ordinary launch.
+// As `launch`, while the kernel before it in the stream may still run: it must wait for that, by
+// wait_for_last_kernel. Where that does not exist, an ordinary launch.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_early(const Gpu& gpu, void (*kernel)(Parameters...), int64_t blocks,
                          int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
@@ -152,9 +146,7 @@ namespace {  // for each of the files that launch it
 
 __global__ void __launch_bounds__(kThreads)
     sums_kernel(const Quantize q, const Grid grid, const float* tile_sums) {
-#if FP8LT_SM90
-  cudaGridDependencySynchronize();
-#endif
+  wait_for_last_kernel();
   sum_column(q, grid, tile_sums);
 }
 

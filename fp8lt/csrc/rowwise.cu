@@ -99,9 +99,7 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
     axis_amax_kernel(const Quantize q, const Grid grid, uint32_t* row_amax, uint32_t* col_amax,
                      uint32_t strip) {
   __shared__ uint32_t warps[kWarps][kTile];
-#if FP8LT_SM90
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
+  let_next_kernel_start();
   const uint32_t strips_down = blockIdx.x / grid.across.divisor;
   uint32_t tile = strips_down * strip * grid.across.divisor + blockIdx.x % grid.across.divisor;
   AxisAmax<T, kFolds> amax{};
@@ -139,9 +137,7 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
   const Walk walk(grid.tiles, share);
   // x is not what the kernel before this one writes: it was there before that began.
   fetch_first<T>(q, grid, walk, shared);
-#if FP8LT_SM90
-  cudaGridDependencySynchronize();
-#endif
+  wait_for_last_kernel();
   if (q.scale_inv != nullptr) {
     write_scales_inv<kType>(q.scale_inv, row_amax, q.rows, q.power_of_two, share);
   }

@@ -31,9 +31,8 @@ constexpr int kCluster = 8;        // blocks; the most that every GPU with clust
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
     amax_kernel(const Quantize q, uint32_t* partial) {
-#if FP8LT_SM90
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
+  wait_for_last_kernel();
+  let_next_kernel_start();
   const uint32_t largest = amax_bits<T>(q, {blockIdx.x, gridDim.x});
   if (threadIdx.x == 0) partial[blockIdx.x] = largest;
 }
@@ -45,11 +44,9 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
   const Share share{blockIdx.x, gridDim.x};
   const Shared shared = shared_memory();
   const Walk walk(grid.tiles, share);
-  // x is not what amax_kernel writes: it was there before that began.
+  // x is not what amax_kernel writes: it was there before that let this one start.
   if (needs_tiles(q)) fetch_first<T>(q, grid, walk, shared);
-#if FP8LT_SM90
-  cudaGridDependencySynchronize();
-#endif
+  wait_for_last_kernel();
   uint32_t largest = 0;
   for (int i = threadIdx.x; i < partials; i += kThreads) largest = max(largest, partial[i]);
   const float scale =
@@ -145,7 +142,7 @@ cudaError_t launch_tensorwise(const Quantize& q, cudaStream_t stream) {
     const int64_t vectors = q.rows * q.cols / (kThreads * 16 / sizeof(T));
     const int64_t amax_blocks = std::min<int64_t>(gpu->blocks(vectors, kAmaxBlocksPerSm),
                                                   kAmaxBlocks);
-    status = launch(amax_kernel<T>, amax_blocks, 0, stream, nullptr, q, partial);
+    status = launch_early(*gpu, amax_kernel<T>, amax_blocks, 0, stream, q, partial);
     if (status != cudaSuccess) return status;
     status = launch_early(*gpu, cast_kernel<T, kType>, gpu->blocks(work, kCastBlocksPerSm),
                           shared_bytes, stream, q, grid, tile_sums, partial,
