@@ -76,6 +76,9 @@ def test_on_a_gpu_heat_comes_first_and_every_run_finds_a_cold_cache(
     us = timer.measure(lambda: log.append("call"), how, runs=3)
     assert us == pytest.approx(4000 / run.count("call end") / (3 if how == "layer" else 1))
     assert log == ["heat"] * 4 + ["sync"] + run.split() * 3 + ["sync"]
+    del log[:]
+    timer.measure(lambda: log.append("call"), how, runs=3, least_ms=40)  # 8 + 10 + 12, + 14 ...
+    assert log == ["heat"] * 4 + ["sync"] + (run.split() * 3 + ["sync"]) * 2
 
 
 def test_the_order_rotates_and_everybody_is_measured_once_a_round() -> None:

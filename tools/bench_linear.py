@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from bench_core import REFERENCE, RUNS, Bench, Row, Shape, add_ratios, family, make_row
 from bench_peers import Contender, Layer
-from bench_timing import Entry, How, reason, relative_error, run_rounds, wrong
+from bench_timing import LEAST_MS, Entry, How, reason, relative_error, run_rounds, wrong
 from torch import Tensor
 
 INPUT_SETS = 3  # no contender meets the same tensors twice in a row
@@ -145,7 +145,8 @@ def prepare(contender: Contender, case: Case) -> Prepared:
 
 def measure_layer(bench: Bench, case: Case, layer: Layer, phase: Phase) -> float:
     with layer.context():
-        return bench.timer.measure(case.call(layer, phase.backward), phase.how, RUNS)
+        call = case.call(layer, phase.backward)
+        return bench.timer.measure(call, phase.how, RUNS, least_ms=LEAST_MS)
 
 
 def measure_phase(

@@ -27,6 +27,9 @@ HEAT_MS = 100.0
 HEAT_DIM = 8192  # of the square bf16 GEMMs that heat
 FLUSH_BYTES = 256 << 20  # at least; and at least twice the L2 cache
 LOOP = 3  # calls of a timed loop; the cache is cold for the first, and full of others' data later
+# A layer is timed for so long, however many runs that takes: what the host does to a small one in a
+# few milliseconds says little.
+LEAST_MS = 20.0
 HOST_BURSTS, HOST_CALLS = 5, 10  # few calls a burst: a full launch queue would stall the host
 
 # What is timed. "layer": device time of a call in a short loop, another one before it: a host that
@@ -56,10 +59,13 @@ class Timer:
         one_us = statistics.median(elapsed_us(*pair) for pair in pairs)
         self.heat_gemms = math.ceil(HEAT_MS * 1e3 / one_us)
 
-    def measure(self, call: Callable[[], Any], how: How, runs: int, loop: int = LOOP) -> float:
+    def measure(
+        self, call: Callable[[], Any], how: How, runs: int, loop: int = LOOP, least_ms: float = 0
+    ) -> float:
         """Return the median time of one call, after the heat; in "host" there is none.
 
         `loop`: how many calls a timed loop has, in "layer".
+        `least_ms`: more than `runs`, until their times add up to so much.
         """
         if how == "host":
             return statistics.median(self._host_burst(call) for _ in range(HOST_BURSTS))
@@ -69,9 +75,12 @@ class Timer:
             self._heat_once()
         self.synchronize()
         loop = loop if how == "layer" else 1
-        pairs = [self._cold_run(call, how, loop) for _ in range(runs)]
-        self.synchronize()
-        return statistics.median(elapsed_us(*pair) for pair in pairs) / loop
+        times: list[float] = []
+        while not times or sum(times) < least_ms * 1e3:
+            pairs = [self._cold_run(call, how, loop) for _ in range(runs)]
+            self.synchronize()
+            times += [elapsed_us(*pair) for pair in pairs]
+        return statistics.median(times) / loop
 
     def synchronize(self) -> None:
         if self.on_gpu:
@@ -81,7 +90,7 @@ class Timer:
         """Return the numbers of the method, for the record."""
         if not self.on_gpu:
             return {"clock": "perf_counter", "heat_ms": 0, "flush_bytes": 0}
-        heat = {"heat_ms": HEAT_MS, "heat_gemms": self.heat_gemms}
+        heat = {"heat_ms": HEAT_MS, "heat_gemms": self.heat_gemms, "least_ms": LEAST_MS}
         return {"clock": "CUDA events", **heat, "flush_bytes": self._flush.numel()}
 
     def _heat_once(self) -> None:
