@@ -65,7 +65,7 @@ class Timer:
         """Return the median time of one call, after the heat; in "host" there is none.
 
         `loop`: how many calls a timed loop has, in "layer".
-        `least_ms`: more than `runs`, until their times add up to so much.
+        `least_ms`: more than `runs` in "layer", until their times add up to so much.
         """
         if how == "host":
             return statistics.median(self._host_burst(call) for _ in range(HOST_BURSTS))
@@ -76,7 +76,7 @@ class Timer:
         self.synchronize()
         loop = loop if how == "layer" else 1
         times: list[float] = []
-        while not times or sum(times) < least_ms * 1e3:
+        while not times or (how == "layer" and sum(times) < least_ms * 1e3):
             pairs = [self._cold_run(call, how, loop) for _ in range(runs)]
             self.synchronize()
             times += [elapsed_us(*pair) for pair in pairs]
