@@ -14,6 +14,7 @@ CUDA tensors run natively where the GPU has FP8; CPU tensors run emulated, with 
 """
 
 from . import build
+from .autocast import fp8_autocast, stats
 from .autotune import autotune
 from .config import (
     CastConfig,
@@ -55,11 +56,13 @@ __all__ = [
     "convert_to_float8_training",
     "delayed_state_dict",
     "disable_fp8",
+    "fp8_autocast",
     "linear",
     "load_delayed_state_dict",
     "quantize_weight",
     "reuse_weights",
     "revert",
+    "stats",
 ]
 
 build.on_import()

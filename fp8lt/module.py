@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .autocast import in_high_precision
 from .config import Float8LinearConfig
 from .linear import check, quantize_weight, run
 from .ops import Quantized
@@ -76,7 +77,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if self._fp8_disabled:
-            return self._plain_forward(input)
+            with in_high_precision():
+                return self._plain_forward(input)
         weight, bias, w_quantized = self.weight, self.bias, None
         check(input, weight, bias)
         recipe = self._recipe

@@ -1,0 +1,477 @@
+"""`fp8_autocast`: which linears run in FP8, where, and that nothing else changes."""
+
+import copy
+import io
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import randn
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+import fp8lt
+from fp8lt import recipe
+
+CPU = torch.device("cpu")
+DYNAMIC = [name for name in recipe.NAMES if name != "delayed"]
+
+
+@pytest.fixture(autouse=True)
+def counts() -> Iterator[None]:
+    fp8lt.stats(reset=True)
+    yield
+    fp8lt.stats(reset=True)
+
+
+def model(on: torch.device = CPU) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 40)).to(on)
+
+
+def converted(plain: nn.Module, name: str = "tensorwise") -> nn.Module:
+    same = fp8lt.convert_to_float8_training(copy.deepcopy(plain))
+    for module in same.modules():
+        if isinstance(module, fp8lt.Linear):
+            module.recipe = name  # type: ignore[assignment]
+    return same
+
+
+def steps(layers: nn.Module, run: Callable[[Tensor], Tensor], on: torch.device) -> list[Tensor]:
+    """Return the result of each of three steps, and its gradients."""
+    results = []
+    for step in range(3):
+        x = (randn(7, 48, on=on, dtype=torch.float32, seed=step) * (step + 1)).requires_grad_()
+        layers.zero_grad()
+        y = run(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        results += [y.detach(), x.grad, *(p.grad for p in layers.parameters())]
+    return results
+
+
+def assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
+    assert len(got) == len(want)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# ---------------------------------------------------------------------------------- what it does
+
+
+@pytest.mark.parametrize("name", recipe.NAMES)
+def test_a_model_trains_as_if_it_were_converted(on: torch.device, name: str) -> None:
+    plain = model(on)
+    same = converted(plain, name)
+
+    def run(x: Tensor) -> Tensor:
+        with fp8lt.fp8_autocast(recipe=name):
+            return plain(x)
+
+    want = steps(same, same, on)
+    assert_equal(steps(plain, run, on), want)  # backward runs outside
+    assert fp8lt.stats() == {"rerouted": 6, "kept": {}}
+
+
+def test_all_modes_of_autograd_give_the_same(on: torch.device) -> None:
+    """BUG-55: inference mode and no_grad run the same code."""
+    layer, x = model(on), randn(7, 48, on=on, dtype=torch.bfloat16)
+    layer = layer.bfloat16()
+    want = converted(layer)(x)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode(), fp8lt.fp8_autocast():
+            assert torch.equal(layer(x), want)
+    with torch.inference_mode():
+        inside = x.clone()
+    with fp8lt.fp8_autocast(), torch.inference_mode():
+        assert torch.equal(layer(inside), want)
+    assert fp8lt.stats()["rerouted"] == 8
+
+
+def test_torch_autocast_casts_inputs_and_keeps_gradients_of_f32_weights(on: torch.device) -> None:
+    """BUG-56."""
+    layer, x = nn.Linear(48, 64, device=on), randn(7, 48, on=on, dtype=torch.float32)
+    x.requires_grad_()
+    with torch.autocast(on.type, torch.bfloat16), fp8lt.fp8_autocast():
+        y = layer(x)
+    y.float().square().sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert {t.grad.dtype for t in (x, layer.weight)} == {torch.float32}
+    want = fp8lt.linear(x.bfloat16(), layer.weight, layer.bias.bfloat16())
+    assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_projections_of_attention_are_rerouted(on: torch.device, packed: bool) -> None:
+    other = {} if packed else {"kdim": 32, "vdim": 32}
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(48, 4, batch_first=True, device=on, **other)
+    q = randn(2, 5, 48, on=on, dtype=torch.float32)
+    k = q if packed else randn(2, 6, 32, on=on, dtype=torch.float32)
+
+    def by_hand() -> Tensor:
+        if packed:
+            projected = fp8lt.linear(q, attention.in_proj_weight, attention.in_proj_bias).chunk(
+                3, 2
+            )
+        else:
+            weights = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
+            biases = attention.in_proj_bias.chunk(3)
+            projected = [fp8lt.linear(*i) for i in zip((q, k, k), weights, biases, strict=True)]
+        heads = [t.unflatten(2, (4, 12)).transpose(1, 2) for t in projected]
+        mixed = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        out = attention.out_proj
+        return fp8lt.linear(mixed, out.weight, out.bias)
+
+    for training in (True, False):  # without gradients PyTorch has one operator for all of it
+        attention.train(training)
+        fp8lt.stats(reset=True)
+        with torch.set_grad_enabled(training), fp8lt.fp8_autocast():
+            y, _ = attention(q, k, k, need_weights=False)
+        torch.testing.assert_close(y, by_hand(), rtol=0, atol=2e-2)
+        assert not torch.allclose(y, attention(q, k, k)[0], rtol=0, atol=1e-4)
+        assert fp8lt.stats()["rerouted"] == (2 if packed else 4)
+
+
+def test_a_transformer_layer_is_rerouted_in_training_and_inference() -> None:
+    layer = nn.TransformerEncoderLayer(48, 4, 64, batch_first=True)
+    x = randn(2, 5, 48, on=CPU, dtype=torch.float32)
+    for training in (True, False):
+        layer.train(training)
+        fp8lt.stats(reset=True)
+        with torch.set_grad_enabled(training), fp8lt.fp8_autocast():
+            layer(x)
+        assert fp8lt.stats()["rerouted"] == 4
+
+
+def test_what_is_converted_stays_what_it_is() -> None:
+    same = converted(model(), "rowwise")
+    x = randn(7, 48, on=CPU, dtype=torch.float32)
+    fp8, high = same(x), model()(x)
+    with fp8lt.fp8_autocast():
+        assert torch.equal(same(x), fp8)
+        with fp8lt.disable_fp8(same):
+            assert torch.equal(same(x), high)
+    assert fp8lt.stats()["rerouted"] == 0
+
+
+# ------------------------------------------------------------------------------ where it does it
+
+
+def test_the_innermost_context_decides_and_ends_with_its_block() -> None:
+    plain, x = model(), randn(7, 48, on=CPU, dtype=torch.float32)
+    fp8, rowwise, high = converted(plain)(x), converted(plain, "rowwise")(x), plain(x)
+    with fp8lt.fp8_autocast():
+        assert torch.equal(plain(x), fp8)
+        with fp8lt.fp8_autocast(recipe="rowwise"):
+            assert torch.equal(plain(x), rowwise)
+            with fp8lt.fp8_autocast(enabled=False):
+                assert torch.equal(plain(x), high)
+            with pytest.raises(KeyError), fp8lt.fp8_autocast(enabled=False):
+                raise KeyError
+            assert torch.equal(plain(x), rowwise)
+        assert torch.equal(plain(x), fp8)
+    assert torch.equal(plain(x), high)
+    assert fp8lt.stats() == {"rerouted": 8, "kept": {"the context is disabled": 2}}
+
+
+def test_one_context_may_be_entered_again() -> None:
+    plain, x = model(), randn(7, 48, on=CPU, dtype=torch.float32)
+    fp8, context = converted(plain)(x), fp8lt.fp8_autocast()
+    with context, context:
+        assert torch.equal(plain(x), fp8)
+    assert torch.equal(plain(x), model()(x))
+    with context:
+        assert torch.equal(plain(x), fp8)
+
+
+def test_a_function_is_decorated_and_a_generator_refused() -> None:
+    plain, x = model(), randn(7, 48, on=CPU, dtype=torch.float32)
+
+    @fp8lt.fp8_autocast(recipe="rowwise")
+    def run(x: Tensor, more: int) -> Tensor:
+        """Run."""
+        return run(x, more - 1) if more else plain(x)
+
+    assert torch.equal(run(x, 2), converted(plain, "rowwise")(x))
+    assert (run.__name__, run.__doc__) == ("run", "Run.")
+    assert torch.equal(plain(x), model()(x))
+
+    def generator() -> Iterator[Tensor]:
+        yield plain(x)
+
+    with pytest.raises(
+        TypeError, match=r"want a function.* generatorfunction .*generator: it runs"
+    ):
+        fp8lt.fp8_autocast()(generator)
+
+
+def test_it_holds_for_its_thread_alone() -> None:
+    plain, x = model(), randn(7, 48, on=CPU, dtype=torch.float32)
+    fp8, high = converted(plain)(x), plain(x)
+    entered, seen = threading.Barrier(2), {}
+
+    def run(name: str, enabled: bool) -> None:
+        with fp8lt.fp8_autocast(enabled):
+            entered.wait()
+            seen[name] = plain(x)
+            entered.wait()
+
+    threads = [threading.Thread(target=run, args=args) for args in (("on", True), ("off", False))]
+    with fp8lt.fp8_autocast():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        other = threading.Thread(target=lambda: seen.update(none=plain(x)))
+        other.start()
+        other.join()
+    assert torch.equal(seen["on"], fp8)
+    assert torch.equal(seen["off"], high)
+    assert torch.equal(seen["none"], high)
+
+
+def test_nothing_of_pytorch_is_changed_outside() -> None:
+    def ours() -> tuple[object, ...]:
+        frame, function = checkpoint._CheckpointFrame, checkpoint.CheckpointFunction
+        return F.linear, F.multi_head_attention_forward, frame.__init__, function.forward
+
+    before = ours()
+    with fp8lt.fp8_autocast():
+        assert ours() != before  # of checkpointing, see below
+        with fp8lt.fp8_autocast():
+            pass
+        assert ours() != before
+    assert ours() == before
+
+
+# --------------------------------------------------------------------------------------- counts
+
+
+def test_what_is_not_rerouted_is_counted_with_the_reason() -> None:
+    """BUG-67: the context says what it did not see as a linear."""
+    x, w = randn(3, 48, on=CPU, dtype=torch.float32), randn(5, 48, on=CPU, dtype=torch.float32)
+    assert torch._C._nn.linear is F.linear
+    with fp8lt.fp8_autocast():
+        assert torch.equal(F.linear(x, w), fp8lt.linear(x, w))
+        assert torch.equal(F.linear(x.double(), w.double()), x.double() @ w.double().t())
+        assert torch.equal(F.linear(x, w[0]), x @ w[0])
+        torch.func.vmap(F.linear, (0, None))(x, w)
+        torch.addmm(w[:, 0], x, w.t())
+        nn.LSTM(48, 8)(x)
+    assert fp8lt.stats()["rerouted"] == 1
+    assert fp8lt.stats(reset=True)["kept"] == {
+        "its dtype is torch.float64": 1,
+        "weight is no matrix, or input a scalar": 1,
+        "it is inside of a torch.func transform": 1,
+        "matmul is not F.linear": 2,
+        "addmm is not F.linear": 1,
+    }
+    assert fp8lt.stats() == {"rerouted": 0, "kept": {}}
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="enabled: want True or False, got 'rowwise'"):
+        fp8lt.fp8_autocast("rowwise")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"recipe: want one of .*; got 'rows'"):
+        fp8lt.fp8_autocast(recipe="rows")
+    with pytest.raises(ValueError, match="fp8_format: want 'hybrid' or 'e4m3', got 'e4m4'"):
+        fp8lt.fp8_autocast(fp8_format="e4m4")  # type: ignore[arg-type]
+    assert fp8lt.fp8_autocast(fp8_format="e4m3").recipe.fp8_format == "e4m3"
+
+
+def test_a_linear_that_does_not_fit_raises_as_ever() -> None:
+    with fp8lt.fp8_autocast(), pytest.raises(RuntimeError, match=r"got x \[3, 5\] and w \[4, 6\]"):
+        F.linear(torch.ones(3, 5), torch.ones(4, 6))
+
+
+# -------------------------------------------------------------------------------- checkpointing
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", [*DYNAMIC, "delayed"])
+def test_a_region_is_recomputed_in_its_context(
+    on: torch.device, name: str, reentrant: bool
+) -> None:
+    """BUG-48: the context is around checkpoint, inside of the region, or both."""
+    plain = model(on)
+    same = converted(plain, name)
+    want = steps(same, same, on)
+
+    def inside(x: Tensor) -> Tensor:
+        with fp8lt.fp8_autocast(recipe=name):
+            return plain(x)
+
+    def around(x: Tensor) -> Tensor:
+        with fp8lt.fp8_autocast(recipe=name):
+            return checkpoint.checkpoint(plain, x, use_reentrant=reentrant)
+
+    def both(x: Tensor) -> Tensor:
+        with fp8lt.fp8_autocast(enabled=False):
+            return checkpoint.checkpoint(inside, x, use_reentrant=reentrant)
+
+    for run in (around, both, lambda x: checkpoint.checkpoint(inside, x, use_reentrant=reentrant)):
+        plain = model(on)
+        assert_equal(steps(plain, run, on), want)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_region_of_no_context_is_recomputed_in_none(on: torch.device, reentrant: bool) -> None:
+    plain = model(on)
+    want = steps(plain, plain, on)
+    results = []
+    for step in range(3):
+        x = (randn(7, 48, on=on, dtype=torch.float32, seed=step) * (step + 1)).requires_grad_()
+        plain.zero_grad()
+        y = checkpoint.checkpoint(plain, x, use_reentrant=reentrant)
+        with fp8lt.fp8_autocast():
+            y.square().sum().backward()
+        results += [y.detach(), x.grad, *(p.grad for p in plain.parameters())]
+    assert_equal(results, want)
+    assert fp8lt.stats()["rerouted"] == 0
+
+
+def test_neither_is_attention(on: torch.device) -> None:
+    attention = nn.MultiheadAttention(48, 4, batch_first=True, device=on)
+    q = randn(2, 5, 48, on=on, dtype=torch.float32).requires_grad_()
+
+    def run(q: Tensor) -> Tensor:
+        return attention(q, q, q)[0]
+
+    for reentrant in (True, False):
+        y = checkpoint.checkpoint(run, q, use_reentrant=reentrant)
+        with fp8lt.fp8_autocast():
+            y.sum().backward()
+    assert fp8lt.stats()["rerouted"] == 0
+
+
+def test_selective_checkpointing_gives_the_same(on: torch.device) -> None:
+    plain, keep = model(on), [torch.ops.fp8lt.gemm_nt.default]
+    same = converted(plain)
+    want = steps(same, same, on)
+
+    def run(x: Tensor) -> Tensor:
+        def policy() -> object:
+            return checkpoint.create_selective_checkpoint_contexts(keep)
+
+        with fp8lt.fp8_autocast():
+            return checkpoint.checkpoint(plain, x, use_reentrant=False, context_fn=policy)
+
+    assert_equal(steps(plain, run, on), want)
+
+
+# ------------------------------------------------------------------------------ delayed scaling
+
+
+def test_histories_belong_to_the_weight_object() -> None:
+    """BUG-44: a weight that several modules share has one history, with an entry per call."""
+    layer = nn.Linear(48, 48)
+    tied = nn.Linear(48, 48)
+    tied.weight = layer.weight
+    state = fp8lt.DelayedState()
+    x = randn(7, 48, on=CPU, dtype=torch.float32)
+    for scale in (1.0, 4.0, 2.0):
+        want = x * scale
+        for one in (layer, tied):
+            want = fp8lt.linear(want, one.weight, one.bias, recipe="delayed", state=state)
+        with fp8lt.fp8_autocast(recipe="delayed"):
+            assert torch.equal(tied(layer(x * scale)), want)
+    assert not hasattr(copy.deepcopy(layer).weight, "_fp8lt_state")  # another weight
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file)["weight"].shape == (48, 48)
+
+
+def test_a_history_goes_where_its_weight_goes(on: torch.device) -> None:
+    layer, x = nn.Linear(48, 48), randn(7, 48, on=CPU, dtype=torch.float32)
+    with fp8lt.fp8_autocast(recipe="delayed"):
+        layer(x)
+        layer.to(on)
+        layer(x.to(on))
+        layer.bfloat16()
+        layer(x.to(on).bfloat16())
+        short = recipe.DelayedScaling(amax_history_len=4)
+        with fp8lt.fp8_autocast(recipe=short):
+            layer(x.to(on).bfloat16())
+    states = layer.weight._fp8lt_state
+    assert {length: state.amaxes.device.type for length, state in states.items()} == {
+        recipe.DelayedScaling().amax_history_len: on.type,
+        4: on.type,
+    }
+    assert states[4].amaxes.dtype == torch.float32
+
+
+# ------------------------------------------------------------------------------------ the compiler
+
+
+@pytest.mark.parametrize("name", recipe.NAMES)
+def test_a_compiled_model_sees_the_context(on: torch.device, name: str) -> None:
+    torch._dynamo.reset()
+    plain, x = model(on), randn(7, 48, on=on, dtype=torch.float32)
+    compiled = torch.compile(plain, fullgraph=True)
+    if name == "delayed":
+        with fp8lt.fp8_autocast(recipe=name):
+            plain(x)
+            want = plain(x)
+    else:
+        want = converted(plain, name)(x)
+    for _ in range(2):
+        with fp8lt.fp8_autocast(recipe=name):
+            torch.testing.assert_close(compiled(x), want, rtol=1e-5, atol=1e-5)
+            with fp8lt.fp8_autocast(enabled=False):
+                torch.testing.assert_close(compiled(x), plain(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(compiled(x), model(on)(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_compiled_function_may_enter_it_and_break_in_it() -> None:
+    torch._dynamo.reset()
+    plain, x = model(), randn(7, 48, on=CPU, dtype=torch.float32)
+    fp8, high = converted(plain)(x), plain(x)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        with fp8lt.fp8_autocast():
+            y = plain(x)
+        return y, plain(x)
+
+    def run_and_break(x: Tensor) -> tuple[Tensor, Tensor]:
+        with fp8lt.fp8_autocast():
+            torch._dynamo.graph_break()
+            y = plain(x)
+        return y, plain(x)
+
+    for compiled in (torch.compile(run, fullgraph=True), torch.compile(run_and_break)):
+        a, b = compiled(x)
+        torch.testing.assert_close(a, fp8, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(b, high, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(plain(x), high)
+
+
+def test_compiled_attention_is_rerouted() -> None:
+    torch._dynamo.reset()
+    attention = nn.MultiheadAttention(48, 4, batch_first=True)
+    q = randn(2, 5, 48, on=CPU, dtype=torch.float32)
+    with fp8lt.fp8_autocast():
+        want = attention(q, q, q)[0]
+        got = torch.compile(lambda q: attention(q, q, q)[0], fullgraph=True)(q)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_compiled_function_cannot_begin_a_history() -> None:
+    torch._dynamo.reset()
+    layer = nn.Linear(48, 48)
+    with (
+        fp8lt.fp8_autocast(recipe="delayed"),
+        pytest.raises(Exception, match="run the model once in eager mode"),
+    ):
+        torch.compile(layer, fullgraph=True)(randn(7, 48, on=CPU, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_model_keeps_what_the_context_said(strict: bool) -> None:
+    plain, x = model(), randn(7, 48, on=CPU, dtype=torch.float32)
+    with fp8lt.fp8_autocast():
+        program = torch.export.export(plain, (x,), strict=strict)
+    assert "fp8lt.gemm_nt" in str(program.graph)
+    assert torch.equal(program.module()(x), converted(plain)(x))
