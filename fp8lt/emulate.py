@@ -310,6 +310,22 @@ def gemm_nt(
     return y.to(out_dtype)
 
 
+def gemm_nt_add(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    d: Tensor,
+    fast_accum: bool,
+    a_scaling: int = Scaling.TENSORWISE,
+    b_scaling: int = Scaling.TENSORWISE,
+) -> None:
+    """Add the product to `d` [m, n] f32; see `ops.gemm_nt_add`."""
+    m, n = d.shape
+    scalings = (a_scaling, b_scaling)
+    d += gemm_nt(a, b, a_scale_inv, b_scale_inv, m, n, None, torch.float32, fast_accum, *scalings)
+
+
 def _undo_scales(y: Tensor, a_inv: Tensor, b_inv: Tensor) -> Tensor:
     # The smaller first: the sums may be as large as 448 * 448 * K.
     return y * torch.minimum(a_inv, b_inv) * torch.maximum(a_inv, b_inv)

@@ -15,7 +15,7 @@ more in backward instead (`recompute_weight`), and one recipe computes dw from x
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     w_quantized: ops.Quantized | None = None,
     state: DelayedState | None = None,
+    main_grad: Tensor | None = None,
 ) -> Tensor:
     """Return `y = x @ w.T + bias` with FP8 operands; differentiable once.
 
@@ -51,6 +52,10 @@ def linear(
             it again; gradients still go to `w`. Nothing checks that it is up to date: see
             `reuse_weights`.
         state: for the recipe "delayed" alone: the amax histories of this layer, which change.
+        main_grad: [N, K] f32, contiguous: backward adds dw to it, in the GEMM, and `w.grad` stays
+            as it is. As in Megatron, a `w` with the attribute `grad_added_to_main_grad` has that
+            set, and gets a gradient of its dtype for hooks that wait for one: not initialised, or
+            zeros if its `zero_out_wgrad` is true.
 
     Returns:
         y: [..., N]. Gradients have the dtype of what they belong to: an f32 `w` gets an f32 `dw`,
@@ -59,7 +64,8 @@ def linear(
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, as `F.linear` does; CUDA tensors
             where native FP8, or the recipe's scales, do not exist; `w_quantized` that does not fit
-            `w` or the recipe; a second or a forward-mode derivative.
+            `w` or the recipe; `main_grad` that does not fit `w`; a second or a forward-mode
+            derivative.
         TypeError: `x`, `w` or `bias` is not a tensor, `recipe` neither a name nor a recipe.
         ValueError: no recipe has that name; `state` is missing or is not for this recipe.
 
@@ -74,7 +80,7 @@ def linear(
     if w_quantized is not None:
         _check_quantized(w_quantized, x, w, recipe)
     _check_state(state, w, recipe)
-    return run(x, w, bias, w_quantized, recipe, out_dtype, state)
+    return run(x, w, bias, w_quantized, recipe, out_dtype, state, main_grad)
 
 
 def run(
@@ -85,9 +91,11 @@ def run(
     recipe: Recipe,
     out_dtype: torch.dtype | None = None,
     state: DelayedState | None = None,
+    main_grad: Tensor | None = None,
 ) -> Tensor:
     """Do what `linear` does, with arguments that are known to fit."""
     _refuse_forward_mode(x, w, bias)
+    sums = _NO_MAIN_GRAD if main_grad is None else _main_grad_of(w, main_grad)
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # autocast raises for meta
         x = x.to(torch.get_autocast_dtype(kind))
@@ -97,12 +105,45 @@ def run(
     if state is not None:
         histories, w_quantized = state.histories(_wants_gradients(x, w, bias), w_quantized)
     if x.is_cuda and not emulated and not torch.compiler.is_compiling():
-        return ops.linear(x, w, bias, w_quantized, recipe, out_dtype, histories)
+        return ops.linear(x, w, bias, w_quantized, recipe, out_dtype, histories, sums)
     args = (x, w, bias, w_quantized, recipe, out_dtype, emulated, histories)
     if not _wants_gradients(x, w, bias):
         return _forward(*args, need_x=False, need_w=False)[0]
-    y: Tensor = _Linear.apply(*args)
+    y: Tensor = _Linear.apply(*args, sums)
     return y
+
+
+class MainGrad(NamedTuple):
+    """Where dw is added up, if anywhere, and what autograd gets in its place."""
+
+    sum: Tensor | None  # f32 [N, K]
+    returns: int  # a `_NOTHING`, an `_EMPTY` or a `_ZEROS` gradient
+
+
+_NOTHING, _EMPTY, _ZEROS = range(3)
+_NO_MAIN_GRAD = MainGrad(None, _NOTHING)
+
+
+def _main_grad_of(w: Tensor, main_grad: Tensor) -> MainGrad:
+    if not isinstance(main_grad, Tensor):
+        raise TypeError(f"main_grad: want a tensor, got {type(main_grad).__name__}")
+    if (
+        main_grad.shape != w.shape
+        or main_grad.dtype != torch.float32
+        or main_grad.device != w.device
+        or not main_grad.is_contiguous()
+        or main_grad.requires_grad
+    ):
+        raise RuntimeError(
+            f"main_grad: want {list(w.shape)}, float32 on {w.device}, contiguous, without a "
+            f"gradient; got {list(main_grad.shape)}, {main_grad.dtype} on {main_grad.device}, "
+            f"strides {main_grad.stride()}, requires_grad={main_grad.requires_grad}"
+        )
+    if not hasattr(w, "grad_added_to_main_grad"):
+        return MainGrad(main_grad, _NOTHING)
+    if _wants_gradients(w):
+        w.grad_added_to_main_grad = True
+    return MainGrad(main_grad, _ZEROS if getattr(w, "zero_out_wgrad", False) else _EMPTY)
 
 
 def _wants_gradients(*tensors: Tensor | None) -> bool:
@@ -213,6 +254,7 @@ class _Linear(torch.autograd.Function):
         out_dtype: torch.dtype,
         emulated: bool,
         histories: Histories | None,
+        main_grad: MainGrad,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         need_x, need_w, *_ = ctx.needs_input_grad
@@ -228,6 +270,7 @@ class _Linear(torch.autograd.Function):
             *_saved(need_x, w if ctx.recompute_w else None, wq),
         )
         ctx.recipe, ctx.emulated, ctx.x_shape = recipe, emulated, x.shape
+        ctx.main_grad = main_grad
         ctx.history_of_dy = histories.dy if histories else None
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
         return y
@@ -236,7 +279,7 @@ class _Linear(torch.autograd.Function):
     @_differentiable_once
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:  # what y went into has no gradient for it
-            return (None,) * 8
+            return (None,) * 9
         x, x_t, x_scale_inv, x_fold, w, w_t, w_scale_inv, w_fold = ctx.saved_tensors
         need_x, need_w, need_bias, *_ = ctx.needs_input_grad
         recipe, emulated, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.emulated, ctx.dtypes
@@ -264,15 +307,26 @@ class _Linear(torch.autograd.Function):
                 scaling=scalings.grad_input, fast_accum=recipe.fast_accum_grad_input,
                 emulated=emulated,
             ).view(ctx.x_shape)  # fmt: skip
+        total, returns = ctx.main_grad
         if columns_of_dy:
-            dw = ops.gemm_nt(
-                dyq.data_t, x_t, dyq.scale_inv_t, x_scale_inv, n, k, out_dtype=w_dtype,
-                scaling=scalings.grad_weight, fast_accum=recipe.fast_accum_grad_weight,
-                emulated=emulated,
-            )  # fmt: skip
+            factors = (dyq.data_t, x_t, dyq.scale_inv_t, x_scale_inv)
+            options = {
+                "scaling": scalings.grad_weight, "fast_accum": recipe.fast_accum_grad_weight,
+                "emulated": emulated,
+            }  # fmt: skip
+            if total is None:
+                dw = ops.gemm_nt(*factors, n, k, out_dtype=w_dtype, **options)
+            else:
+                ops.gemm_nt_add(*factors, total, **options)
         elif need_w:
-            dw = operands.grad_weight_in_high_precision(dy, x.reshape(m, k), w_dtype)
-        return dx, dw, db, None, None, None, None, None
+            dtype = w_dtype if total is None else torch.float32
+            dw = operands.grad_weight_in_high_precision(dy, x.reshape(m, k), dtype)
+            if total is not None:
+                total += dw
+        if need_w and total is not None:
+            make = {_NOTHING: None, _EMPTY: torch.empty_like, _ZEROS: torch.zeros_like}[returns]
+            dw = None if make is None else make(total, dtype=w_dtype)
+        return dx, dw, db, None, None, None, None, None, None
 
 
 def _saved(needed: bool, itself: Tensor | None, q: ops.Quantized) -> tuple[Tensor | None, ...]:

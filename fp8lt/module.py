@@ -38,6 +38,10 @@ class Linear(nn.Linear):
             "blockwise", or a recipe object (`DynamicScaling`, `DelayedScaling`, `RowwiseScaling`,
             `BlockScaling`). It may be assigned later, too; a state then starts anew.
 
+    Attributes:
+        fuse_wgrad_accumulation: whether backward adds dw to `weight.main_grad`, f32, instead of
+            `weight.grad`; False at first. See `linear` on `main_grad`.
+
     Example:
         >>> layer = fp8lt.Linear(64, 32)
         >>> layer(torch.randn(2, 7, 64)).shape
@@ -45,6 +49,7 @@ class Linear(nn.Linear):
     """
 
     fp8_state: Tensor  # f32 [3, H + 2], of a delayed recipe
+    fuse_wgrad_accumulation = False
     _recipe: Recipe
     _plain_class: type[nn.Linear] = nn.Linear  # what `revert` turns this module into
     _fp8_disabled = 0  # counted on the instance, by `disable_fp8` alone
@@ -86,7 +91,8 @@ class Linear(nn.Linear):
         if self._weight_cache is not None and not torch.compiler.is_compiling():
             transposed = torch.is_grad_enabled() and input.requires_grad
             w_quantized = self._weight_cache.get(weight, recipe, transposed, state)
-        return run(input, weight, bias, w_quantized, recipe, state=state)
+        main_grad = _main_grad(weight) if self.fuse_wgrad_accumulation else None
+        return run(input, weight, bias, w_quantized, recipe, None, state, main_grad)
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         if self._plain_class is nn.Linear:
@@ -267,6 +273,16 @@ def _restore(layer: Linear, name: str, saved: Tensor) -> None:
         raise ValueError(f"{name}: {error}") from None
     if not layer.fp8_state.is_meta:
         layer.fp8_state.copy_(amaxes)
+
+
+def _main_grad(weight: Tensor) -> Tensor:
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise RuntimeError(
+            "fuse_wgrad_accumulation: want a tensor weight.main_grad, "
+            f"{list(weight.shape)} float32 on {weight.device}, got none"
+        )
+    return main_grad
 
 
 def _to(amaxes: Tensor, where: torch.device) -> Tensor:

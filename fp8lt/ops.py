@@ -209,6 +209,25 @@ def gemm_nt(
     return y if after is None else y + after  # not in place: a checkpoint may have kept y
 
 
+def gemm_nt_add(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    d: Tensor,
+    *,
+    fast_accum: bool = False,
+    scaling: tuple[int, int] = (Scaling.TENSORWISE, Scaling.TENSORWISE),
+    emulated: bool = False,
+) -> None:
+    """Add `(a * a_scale_inv) @ (b * b_scale_inv).T` to `d` [m, n], f32 and contiguous.
+
+    In the GEMM itself where its rows are a multiple of 16 bytes. The rest as for `gemm_nt`.
+    """
+    call = schemas.gemm_nt_add if emulated else torch.ops.fp8lt.gemm_nt_add.default
+    call(a, b, a_scale_inv, b_scale_inv, d, fast_accum, *map(int, scaling))
+
+
 def _place_bias(bias: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Split a bias into the one the epilogue adds and the one added after the GEMM."""
     if bias is None:
@@ -271,9 +290,11 @@ def linear(
     recipe: Recipe,
     out_dtype: torch.dtype,
     histories: Histories | None = None,
+    main_grad: tuple[Tensor | None, int] = (None, 0),
 ) -> Tensor:
     """Run `linear.py`'s autograd function in the extension: the same, with less host time."""
-    operands = (x, w, bias, *(w_quantized[:4] if w_quantized else (None, None, None, None)))
+    quantized = w_quantized[:4] if w_quantized else (None, None, None, None)
+    operands = (x, w, bias, *quantized, *main_grad)
     options: tuple[Any, ...] = (
         recipe.forward_dtype(device.OCP), recipe.backward_dtype(device.OCP), out_dtype,
         recipe.fast_accum_output, recipe.fast_accum_grad_input, recipe.fast_accum_grad_weight,

@@ -345,13 +345,42 @@ gemm_nt = _define(
 )
 
 
+def _check_gemm_nt_add(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    d: Tensor,
+    fast_accum: bool,
+    a_scaling: int = 0,
+    b_scaling: int = 0,
+) -> None:
+    if d.dim() != 2 or d.dtype != torch.float32 or not d.is_contiguous() or d.device != a.device:
+        raise RuntimeError(
+            f"fp8lt: want d [m, n], contiguous, float32 on {a.device}, got {list(d.shape)} "
+            f"{d.dtype} on {d.device}"
+        )
+    m, n = d.shape
+    scalings = (a_scaling, b_scaling)
+    _check_gemm(a, b, a_scale_inv, b_scale_inv, m, n, None, torch.float32, fast_accum, *scalings)
+
+
+gemm_nt_add = _define(
+    "gemm_nt_add(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor(a!) d,"
+    " bool fast_accum, int a_scaling=0, int b_scaling=0) -> ()",
+    _check_gemm_nt_add,
+    emulate.gemm_nt_add,
+    lambda *_: None,
+)
+
+
 # ------------------------------------------------------------------------- the extension's own
 
 # The whole layer with its gradients, made by the extension alone: `linear.py` is its definition.
-# Only delayed scaling changes what it is given.
+# Only delayed scaling changes what it is given; backward adds to `main_grad`.
 _OPERANDS = (
     "Tensor x, Tensor w, Tensor? bias, Tensor? w_data, Tensor? w_data_t, Tensor? w_scale_inv,"
-    " Tensor? w_scale_inv_t"
+    " Tensor? w_scale_inv_t, Tensor? main_grad, int returns"
 )
 _OPTIONS = (
     "ScalarType forward_fp8, ScalarType backward_fp8, ScalarType out_dtype, bool fast_output,"

@@ -5,7 +5,7 @@ from cases import RunPython, needs_toolchain
 TWINS = """
 import dataclasses, itertools, torch, fp8lt
 from fp8lt import ops, recipe
-from fp8lt.linear import _Linear
+from fp8lt.linear import _NO_MAIN_GRAD, MainGrad, _Linear
 
 def leaves(*tensors): return [t.clone().requires_grad_(need) for t, need in tensors]
 
@@ -26,7 +26,9 @@ for lead, x_dtype, w_dtype, bias_dtype, out_dtype, how in itertools.product(
             if native:
                 y = ops.linear(args[0], args[1], bias, None, how, out_dtype)
             elif any(needs):
-                y = _Linear.apply(args[0], args[1], bias, None, how, out_dtype, False, None)
+                y = _Linear.apply(
+                    args[0], args[1], bias, None, how, out_dtype, False, None, _NO_MAIN_GRAD
+                )
             else:
                 y = fp8lt.linear(args[0], args[1], bias, out_dtype=out_dtype)
             if any(needs):
@@ -69,7 +71,8 @@ for lead, (x_dtype, w_dtype), bias_dtype, out_dtype, how in itertools.product(
                     y = ops.linear(args[0], args[1], bias, None, how, out_dtype, histories)
                 else:
                     y = _Linear.apply(
-                        args[0], args[1], bias, None, how, out_dtype, False, histories
+                        args[0], args[1], bias, None, how, out_dtype, False, histories,
+                        _NO_MAIN_GRAD,
                     )
                 y.backward(dy)
                 result += [y.detach(), *(a.grad for a in args)]
@@ -90,6 +93,32 @@ for how in recipes:
         want = fp8lt.linear(x, w, recipe=how)
         assert torch.equal(y, want)
         assert all(map(torch.equal, gradients, torch.autograd.grad(want.sum(), (x, w))))
+
+# dw added up elsewhere: in two calls, and with each of what autograd may get for it.
+for how, n, w_dtype, returns in itertools.product(
+    [tensorwise, *recipes], (24, 21), (bf16, f32), range(3)
+):
+    w, results = torch.randn(n, 40, dtype=w_dtype), []
+    xs = [torch.randn(6, 40, dtype=w_dtype) for _ in range(2)]
+    for native in (True, False):
+        delayed = isinstance(how, recipe.DelayedScaling)
+        state, total = fp8lt.DelayedState(how) if delayed else None, torch.ones(n, 40)
+        for one in xs:
+            x, wi = leaves((one, True), (w, True))
+            histories, _ = state.histories(True) if state else (None, None)
+            main_grad = MainGrad(total, returns)
+            if native:
+                y = ops.linear(x, wi, None, None, how, w_dtype, histories, main_grad)
+            else:
+                y = _Linear.apply(x, wi, None, None, how, w_dtype, False, histories, main_grad)
+            y.backward(torch.ones_like(y))
+            assert (wi.grad is None) == (returns == 0)
+            assert wi.grad is None or (wi.grad.dtype, wi.grad.shape) == (w_dtype, w.shape)
+            assert returns != 2 or not wi.grad.any()
+            results += [y.detach(), x.grad]
+        results.append(total)
+    half = len(results) // 2
+    assert all(map(torch.equal, results[:half], results[half:])), how
 
 x, w = torch.randn(4, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
 run = lambda: ops.linear(x, w, None, None, tensorwise, f32)

@@ -28,12 +28,13 @@ TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) {
   m.impl("quantize_rowwise", TORCH_FN(quantize_rowwise_op));
   m.impl("quantize_blockwise", TORCH_FN(quantize_blockwise_op));
   m.impl("gemm_nt", TORCH_FN(gemm_nt_op));
+  m.impl("gemm_nt_add", TORCH_FN(gemm_nt_add_op));
 }
 // The layer has a derivative, the operators that it is made of have none: to ask for one is an
 // error. Without this it would be lost, as where torch.func nests a derivative in another.
 void refuse_derivatives(torch::Library& library) {
   for (const char* name : {"quantize_tensorwise", "quantize_delayed", "quantize_rowwise",
-                           "quantize_blockwise", "gemm_nt"}) {
+                           "quantize_blockwise", "gemm_nt", "gemm_nt_add"}) {
     library.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }

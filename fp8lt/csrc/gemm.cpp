@@ -234,7 +234,7 @@ std::vector<Plan> all_candidates(const Device& device, const GemmProblem& p) {
 
 void launch(const Device& device, const Plan& plan, const GemmProblem& p, void* workspace,
             cudaStream_t stream) {
-  const float alpha = 1.0f, beta = 0.0f;
+  const float alpha = 1.0f, beta = p.adds ? 1.0f : 0.0f;
   FP8LT_CHECK(cublasLtMatmul(device.handle, plan.desc.get(), &alpha, p.b, plan.a.get(), p.a,
                              plan.b.get(), &beta, p.d, plan.d.get(), p.d, plan.d.get(), &plan.algo,
                              workspace, kWorkspaceBytes, stream));
@@ -256,7 +256,7 @@ std::vector<Plan> restore(const Device& device, const GemmProblem& p, const Choi
   return std::move(found.plans);
 }
 
-// The fastest plan, in `device.tuned`; null while a CUDA graph is captured, unless it is known.
+// The fastest plan, in `device.tuned`; null where nothing can be timed, unless it is known.
 Plan* tuned_plan(Device& device, const GemmProblem& p, const PlanKey& key, void* workspace,
                  cudaStream_t stream) {
   const auto found = device.tuned.find(key);
@@ -266,7 +266,7 @@ Plan* tuned_plan(Device& device, const GemmProblem& p, const PlanKey& key, void*
   std::vector<Plan> plans;
   if (const Choice* kept = choices.find(name)) plans = restore(device, p, *kept);
   if (plans.empty()) {
-    if (is_capturing(stream)) return nullptr;
+    if (is_capturing(stream) || p.adds) return nullptr;  // timing would add time after time
     plans = all_candidates(device, p);
     const auto run = [&](const Plan& plan) { launch(device, plan, p, workspace, stream); };
     const auto delay = [&] {  // some 20 us

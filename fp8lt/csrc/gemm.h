@@ -12,8 +12,8 @@ namespace fp8lt {
 
 constexpr size_t kWorkspaceBytes = 32 << 20;  // NVIDIA's recommendation for sm_90 and newer
 
-// d[m, n] = scale_a * scale_b * (a[m, k] @ b[n, k].T) + bias[n]; all row-major and packed, the
-// FP8 operands K-major: the only form that Hopper's FP8 units take.
+// d[m, n] = scale_a * scale_b * (a[m, k] @ b[n, k].T) + bias[n], or + d[m, n]; all row-major and
+// packed, the FP8 operands K-major: the only form that Hopper's FP8 units take.
 struct GemmProblem {
   int device;
   int64_t m, n, k;  // k % 16 == 0, and a row of d is a multiple of 16 bytes
@@ -27,6 +27,7 @@ struct GemmProblem {
   bool written_out;           // kTensorwise: m and n times, so that a kernel may read it by row
   const void* bias;           // or null; of d's type, bf16 where d is f32
   void* d;
+  bool adds;                  // to what d holds; without bias
 };
 
 // Launches on `stream`. `workspace` holds kWorkspaceBytes, is 256-byte aligned and not in use on

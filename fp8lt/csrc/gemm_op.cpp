@@ -96,54 +96,46 @@ void check_types(ScalarType a, ScalarType b, ScalarType out, const std::optional
               bias->device());
 }
 
-}  // namespace
+// The operands of a GEMM, and what cuBLASLt is to make of them.
+struct Operands {
+  const Tensor &a, &b, &a_scale_inv, &b_scale_inv;
+  Scaling a_scaling, b_scaling;
+  bool fast_accum;
+};
 
-Tensor gemm_nt_cuda(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
-                    const Tensor& b_scale_inv, at::IntArrayRef sizes,
-                    const std::optional<Tensor>& bias, ScalarType out_dtype, bool fast_accum,
-                    Scaling a_scaling, Scaling b_scaling) {
-  const int64_t m = c10::multiply_integers(sizes.begin(), sizes.end() - 1), n = sizes.back();
+void check(const Operands& operands, int64_t m, int64_t n) {
+  const auto& [a, b, a_scale_inv, b_scale_inv, a_scaling, b_scaling, fast_accum] = operands;
   check_operand("a", a, m, a);
   check_operand("b", b, n, a);
   check_scalings(a_scaling, b_scaling, fast_accum);
   check_scale("a_scale_inv", a_scale_inv, a_scaling, m, a.size(1), a);
   check_scale("b_scale_inv", b_scale_inv, b_scaling, n, a.size(1), a);
-  check_types(a.scalar_type(), b.scalar_type(), out_dtype, bias, a, n);
-  const c10::cuda::CUDAGuard guard(a.device());
-  const int64_t k = a.size(1);
-  if (m == 0 || n == 0) return empty(sizes, out_dtype, a.device());
-  if (k == 0) {
-    Tensor d = empty(sizes, out_dtype, a.device()).zero_();
-    return bias.has_value() ? d.add_(*bias) : d;
-  }
+}
 
-  // A row of d must be a multiple of 16 bytes, and scales of 1x128 lie as far apart as their
-  // operand has rows: those that it is padded to. The excess is cut off.
-  const int64_t lt_m = a_scaling == Scaling::k1x128 ? padded(m) : m;
+// What cuBLASLt can compute instead of [m, n]: a row of d must be a multiple of 16 bytes, and scales
+// of 1x128 lie as far apart as their operand has rows: those that it is padded to.
+std::array<int64_t, 2> computable(const Operands& operands, int64_t m, int64_t n,
+                                  ScalarType out_dtype) {
   const bool ragged = n * at::elementSize(out_dtype) % 16 != 0 ||
-                      (b_scaling == Scaling::k1x128 && n != padded(n));
-  const int64_t lt_n = ragged ? padded(n) : n;
-  const std::array<int64_t, 2> lt_sizes{lt_m, lt_n};
-  const bool whole = !ragged && lt_m == m;
-  Tensor d = empty(whole ? sizes : at::IntArrayRef(lt_sizes), out_dtype, a.device());
-  Tensor lt_bias;
-  if (bias.has_value() && ragged) {
-    lt_bias = empty({lt_n}, bias->scalar_type(), a.device()).zero_();
-    lt_bias.narrow(0, 0, n).copy_(*bias);
-  } else if (bias.has_value()) {
-    lt_bias = aligned(bias->contiguous());
-  }
+                      (operands.b_scaling == Scaling::k1x128 && n != padded(n));
+  return {operands.a_scaling == Scaling::k1x128 ? padded(m) : m, ragged ? padded(n) : n};
+}
+
+// Into `d` of these sizes, or to what it holds; the current device is that of the operands.
+void multiply(const Operands& operands, std::array<int64_t, 2> sizes, const Tensor& bias,
+              const Tensor& d, bool adds) {
+  const auto& [a, b, a_scale_inv, b_scale_inv, a_scaling, b_scaling, fast_accum] = operands;
+  const auto [m, n] = sizes;
   const Tensor lt_a = aligned(a), lt_b = aligned(b);
   const Tensor lt_a_scale = aligned(a_scale_inv), lt_b_scale = aligned(b_scale_inv);
-
   GemmProblem problem{};
   problem.device = a.get_device();
-  problem.m = lt_m;
-  problem.n = lt_n;
-  problem.k = k;
+  problem.m = m;
+  problem.n = n;
+  problem.k = a.size(1);
   problem.a_type = cuda_type(a.scalar_type());
   problem.b_type = cuda_type(b.scalar_type());
-  problem.d_type = cuda_type(out_dtype);
+  problem.d_type = cuda_type(d.scalar_type());
   problem.fast_accum = fast_accum;
   problem.a_scaling = a_scaling;
   problem.b_scaling = b_scaling;
@@ -151,19 +143,72 @@ Tensor gemm_nt_cuda(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
   problem.b = lt_b.const_data_ptr();
   problem.a_scale_inv = lt_a_scale.const_data_ptr<float>();
   problem.b_scale_inv = lt_b_scale.const_data_ptr<float>();
-  problem.bias = lt_bias.defined() ? lt_bias.const_data_ptr() : nullptr;
+  problem.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
   problem.d = d.mutable_data_ptr();
-  const auto stream = c10::cuda::getCurrentCUDAStream();
+  problem.adds = adds;
   problem.written_out = a_scaling == Scaling::kTensorwise && lt_a_scale.numel() >= m &&
-                        lt_b_scale.numel() >= lt_n;
-  {
-    const Workspace workspace(stream, kWorkspaceBytes);
-    gemm_nt(problem, workspace.pointer, stream);
+                        lt_b_scale.numel() >= n;
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const Workspace workspace(stream, kWorkspaceBytes);
+  gemm_nt(problem, workspace.pointer, stream);
+}
+
+}  // namespace
+
+Tensor gemm_nt_cuda(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
+                    const Tensor& b_scale_inv, at::IntArrayRef sizes,
+                    const std::optional<Tensor>& bias, ScalarType out_dtype, bool fast_accum,
+                    Scaling a_scaling, Scaling b_scaling) {
+  const int64_t m = c10::multiply_integers(sizes.begin(), sizes.end() - 1), n = sizes.back();
+  const Operands operands{a, b, a_scale_inv, b_scale_inv, a_scaling, b_scaling, fast_accum};
+  check(operands, m, n);
+  check_types(a.scalar_type(), b.scalar_type(), out_dtype, bias, a, n);
+  const c10::cuda::CUDAGuard guard(a.device());
+  if (m == 0 || n == 0) return empty(sizes, out_dtype, a.device());
+  if (a.size(1) == 0) {
+    Tensor d = empty(sizes, out_dtype, a.device()).zero_();
+    return bias.has_value() ? d.add_(*bias) : d;
   }
+
+  const std::array<int64_t, 2> lt_sizes = computable(operands, m, n, out_dtype);
+  const bool whole = lt_sizes == std::array<int64_t, 2>{m, n};
+  Tensor d = empty(whole ? sizes : at::IntArrayRef(lt_sizes), out_dtype, a.device());
+  Tensor lt_bias;
+  if (bias.has_value() && lt_sizes[1] != n) {
+    lt_bias = empty({lt_sizes[1]}, bias->scalar_type(), a.device()).zero_();
+    lt_bias.narrow(0, 0, n).copy_(*bias);
+  } else if (bias.has_value()) {
+    lt_bias = aligned(bias->contiguous());
+  }
+  multiply(operands, lt_sizes, lt_bias, d, false);
   if (whole) return d;
-  // What at::_unsafe_view does, whose header includes half of torch's.
+  // The excess is cut off. What at::_unsafe_view does, whose header includes half of torch's.
   const Tensor cut = d.narrow(0, 0, m).narrow(1, 0, n).contiguous();
   return at::_ops::_unsafe_view::call(cut, c10::fromIntArrayRefSlow(sizes));
+}
+
+void gemm_nt_add_cuda(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
+                      const Tensor& b_scale_inv, const Tensor& d, bool fast_accum,
+                      Scaling a_scaling, Scaling b_scaling) {
+  TORCH_CHECK(d.dim() == 2 && d.scalar_type() == ScalarType::Float && d.is_contiguous() &&
+                  d.device() == a.device(),
+              "fp8lt: want d [m, n], contiguous, float32 on ", a.device(), ", got ", d.sizes(), " ",
+              d.scalar_type(), " on ", d.device());
+  const int64_t m = d.size(0), n = d.size(1);
+  const Operands operands{a, b, a_scale_inv, b_scale_inv, a_scaling, b_scaling, fast_accum};
+  check(operands, m, n);
+  check_types(a.scalar_type(), b.scalar_type(), ScalarType::Float, std::nullopt, a, n);
+  const c10::cuda::CUDAGuard guard(a.device());
+  if (m == 0 || n == 0 || a.size(1) == 0) return;
+  const std::array<int64_t, 2> lt_sizes = computable(operands, m, n, ScalarType::Float);
+  const bool aligned = reinterpret_cast<uintptr_t>(d.const_data_ptr()) % 16 == 0;
+  if (aligned && lt_sizes == std::array<int64_t, 2>{m, n}) {
+    multiply(operands, lt_sizes, {}, d, true);
+    return;
+  }
+  const Tensor apart = empty(lt_sizes, ScalarType::Float, a.device());
+  multiply(operands, lt_sizes, {}, apart, false);
+  d.add_(apart.narrow(0, 0, m).narrow(1, 0, n));
 }
 
 Tensor gemm_nt_op(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
@@ -171,6 +216,13 @@ Tensor gemm_nt_op(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
                ScalarType out_dtype, bool fast_accum, int64_t a_scaling, int64_t b_scaling) {
   return gemm_nt_cuda(a, b, a_scale_inv, b_scale_inv, {m, n}, bias, out_dtype, fast_accum,
                       static_cast<Scaling>(a_scaling), static_cast<Scaling>(b_scaling));
+}
+
+void gemm_nt_add_op(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
+                    const Tensor& b_scale_inv, Tensor d, bool fast_accum, int64_t a_scaling,
+                    int64_t b_scaling) {
+  gemm_nt_add_cuda(a, b, a_scale_inv, b_scale_inv, d, fast_accum,
+                   static_cast<Scaling>(a_scaling), static_cast<Scaling>(b_scaling));
 }
 
 }  // namespace fp8lt

@@ -58,4 +58,9 @@ at::Tensor gemm_nt_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tens
                         const std::optional<at::Tensor>& bias, at::ScalarType out_dtype,
                         bool fast_accum, Scaling a_scaling, Scaling b_scaling);
 
+// Added to `d`. See ops.gemm_nt_add.
+void gemm_nt_add_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,
+                      const at::Tensor& b_scale_inv, const at::Tensor& d, bool fast_accum,
+                      Scaling a_scaling, Scaling b_scaling);
+
 }  // namespace fp8lt

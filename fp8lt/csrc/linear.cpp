@@ -117,6 +117,7 @@ struct LinearBackward : torch::autograd::Node {
   // Those that are needed: columns, or x or the weight itself.
   SavedColumns x_columns, w_columns;
   torch::autograd::SavedVariable x, weight;
+  MainGrad main_grad;
   Recipe recipe;
   bool recompute_weight;
   AmaxHistory history_of_w, history_of_dy;
@@ -248,7 +249,7 @@ struct LinearBackward : torch::autograd::Node {
     if (dw_first) dw = grad_weight(q, saved);
     if (wanted.dx) dx = grad_input(q, saved);
     if (columns_of_dy && !dw_first) dw = grad_weight(q, saved);
-    if (wanted.dw && !columns_of_dy) dw = grad_weight_in_high_precision(dy, saved.x, w_dtype);
+    if (wanted.dw && !columns_of_dy) dw = grad_weight_in_high_precision(dy, saved.x);
     return {dx, dw, db};
   }
 
@@ -266,15 +267,34 @@ struct LinearBackward : torch::autograd::Node {
   Tensor grad_weight(Quantized& dy, Saved& saved) const {
     const Tensor data_t = std::move(dy.data_t), scale_inv_t = std::move(dy.scale_inv_t);
     const Columns x = std::move(saved.x_columns);
+    if (main_grad.sum.defined()) {
+      gemm_nt_add(data_t, x.data_t, scale_inv_t, x.scale_inv_t, main_grad.sum,
+                  recipe.fast_grad_weight, recipe.grad_weight_scalings());
+      return in_place_of_dw();
+    }
     return gemm_nt(data_t, x.data_t, scale_inv_t, x.scale_inv_t, {n, x_sizes.back()},
                    std::nullopt, w_dtype, recipe.fast_grad_weight, recipe.grad_weight_scalings());
+  }
+
+  Tensor grad_weight_in_high_precision(const Tensor& dy, const Tensor& x) const {
+    if (!main_grad.sum.defined()) return fp8lt::grad_weight_in_high_precision(dy, x, w_dtype);
+    main_grad.sum.add_(fp8lt::grad_weight_in_high_precision(dy, x, ScalarType::Float));
+    return in_place_of_dw();
+  }
+
+  // Something for hooks that wait for a gradient, where they are told of.
+  Tensor in_place_of_dw() const {
+    if (main_grad.returns == MainGrad::Returns::kNothing) return {};
+    const auto options = main_grad.sum.options().dtype(w_dtype);
+    Tensor dw = at::empty({n, x_sizes.back()}, options);
+    return main_grad.returns == MainGrad::Returns::kZeros ? dw.zero_() : dw;
   }
 };
 
 }  // namespace
 
 Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
-              std::optional<Quantized> w_quantized, const Histories& histories,
+              std::optional<Quantized> w_quantized, MainGrad main_grad, const Histories& histories,
               const Recipe& recipe, ScalarType out_dtype) {
   TORCH_CHECK(x.dim() >= 1 && w.dim() == 2 && x.size(-1) == w.size(1),
               "fp8lt: want x [..., K] and w [N, K], got ", x.sizes(), " and ", w.sizes());
@@ -309,6 +329,7 @@ Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bia
     const auto node = make_node<LinearBackward>(x, w, bias, call);
     auto& backward = static_cast<LinearBackward&>(*node);
     backward.history_of_w = std::move(history_of_w);
+    backward.main_grad = std::move(main_grad);
     backward.save(std::move(f), x, w, call);
     torch::autograd::set_history(y, node);
   }
@@ -325,17 +346,23 @@ std::optional<Quantized> quantized(const std::optional<Tensor>& data,
   return Quantized{*data, data_t.value(), scale_inv.value(), scale_inv_t.value(), Tensor()};
 }
 
-// As schemas.py declares them: what changes nothing, and what does.
+MainGrad main_grad_of(const std::optional<Tensor>& sum, int64_t returns) {
+  return {sum.value_or(Tensor()), static_cast<MainGrad::Returns>(returns)};
+}
+
+// As schemas.py declares them: what changes nothing in forward, and what does.
 Tensor linear_op(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
                  const std::optional<Tensor>& w_data, const std::optional<Tensor>& w_data_t,
                  const std::optional<Tensor>& w_scale_inv,
-                 const std::optional<Tensor>& w_scale_inv_t, int64_t recipe,
+                 const std::optional<Tensor>& w_scale_inv_t,
+                 const std::optional<Tensor>& main_grad, int64_t returns, int64_t recipe,
                  ScalarType forward_fp8, ScalarType backward_fp8, ScalarType out_dtype,
                  bool fast_output, bool fast_grad_input, bool fast_grad_weight,
                  bool recompute_weight, bool power_of_two) {
   constexpr int64_t kMargin = 0;
   constexpr bool kMostRecent = false;
-  return linear(x, w, bias, quantized(w_data, w_data_t, w_scale_inv, w_scale_inv_t), {},
+  return linear(x, w, bias, quantized(w_data, w_data_t, w_scale_inv, w_scale_inv_t),
+                main_grad_of(main_grad, returns), {},
                 {static_cast<Recipe::Kind>(recipe), forward_fp8, backward_fp8, fast_output,
                  fast_grad_input, fast_grad_weight, recompute_weight, power_of_two, kMargin,
                  kMostRecent},
@@ -346,12 +373,14 @@ Tensor linear_delayed_op(const Tensor& x, const Tensor& w, const std::optional<T
                          const std::optional<Tensor>& w_data,
                          const std::optional<Tensor>& w_data_t,
                          const std::optional<Tensor>& w_scale_inv,
-                         const std::optional<Tensor>& w_scale_inv_t, Tensor amaxes,
+                         const std::optional<Tensor>& w_scale_inv_t,
+                         const std::optional<Tensor>& main_grad, int64_t returns, Tensor amaxes,
                          Tensor scaled_by, bool record, ScalarType forward_fp8,
                          ScalarType backward_fp8, ScalarType out_dtype, bool fast_output,
                          bool fast_grad_input, bool fast_grad_weight, bool recompute_weight,
                          bool power_of_two, int64_t margin, bool most_recent) {
   return linear(x, w, bias, quantized(w_data, w_data_t, w_scale_inv, w_scale_inv_t),
+                main_grad_of(main_grad, returns),
                 {std::move(amaxes), std::move(scaled_by), record},
                 {Recipe::Kind::kDelayed, forward_fp8, backward_fp8, fast_output, fast_grad_input,
                  fast_grad_weight, recompute_weight, power_of_two, margin, most_recent},

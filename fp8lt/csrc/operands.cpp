@@ -179,6 +179,18 @@ Tensor gemm_nt(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
   return sizes.size() == 2 ? d : at::_unsafe_view(d, sizes);
 }
 
+void gemm_nt_add(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
+                 const Tensor& b_scale_inv, const Tensor& d, bool fast_accum,
+                 Recipe::Scalings scalings) {
+  const auto [a_scaling, b_scaling] = scalings;
+  if (is_direct(a, b, d)) {
+    return gemm_nt_add_cuda(a, b, a_scale_inv, b_scale_inv, d, fast_accum, a_scaling, b_scaling);
+  }
+  static const auto op = operator_named<decltype(gemm_nt_add_op)>("fp8lt::gemm_nt_add");
+  op.call(a, b, a_scale_inv, b_scale_inv, d, fast_accum, static_cast<int64_t>(a_scaling),
+          static_cast<int64_t>(b_scaling));
+}
+
 Tensor grad_weight_in_high_precision(const Tensor& dy, const Tensor& x, ScalarType dtype) {
   const c10::impl::ExcludeDispatchKeyGuard whatever_autocast_says(c10::autocast_dispatch_keyset);
   const ScalarType factors = c10::promoteTypes(dy.scalar_type(), x.scalar_type());

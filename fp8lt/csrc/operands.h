@@ -50,6 +50,11 @@ at::Tensor gemm_nt(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a
                    const std::optional<at::Tensor>& bias, at::ScalarType out_dtype,
                    bool fast_accum, Recipe::Scalings scalings);
 
+// See ops.gemm_nt_add.
+void gemm_nt_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,
+                 const at::Tensor& b_scale_inv, const at::Tensor& d, bool fast_accum,
+                 Recipe::Scalings scalings);
+
 // `dy` [..., N] and `x` [..., K] as they are: [N, K].
 at::Tensor grad_weight_in_high_precision(const at::Tensor& dy, const at::Tensor& x,
                                          at::ScalarType dtype);

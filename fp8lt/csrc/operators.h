@@ -30,5 +30,8 @@ at::Tensor gemm_nt_op(const at::Tensor& a, const at::Tensor& b, const at::Tensor
                       const at::Tensor& b_scale_inv, int64_t m, int64_t n,
                       const std::optional<at::Tensor>& bias, at::ScalarType out_dtype,
                       bool fast_accum, int64_t a_scaling, int64_t b_scaling);
+void gemm_nt_add_op(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,
+                    const at::Tensor& b_scale_inv, at::Tensor d, bool fast_accum,
+                    int64_t a_scaling, int64_t b_scaling);
 
 }  // namespace fp8lt

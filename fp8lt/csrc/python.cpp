@@ -14,7 +14,7 @@
 namespace fp8lt {
 namespace {
 
-constexpr Py_ssize_t kArguments = 21;
+constexpr Py_ssize_t kArguments = 23;
 
 // By pybind11's casters: torch's own header for this takes twice as long to compile.
 using Caster = pybind11::detail::type_caster<at::Tensor>;
@@ -74,16 +74,19 @@ PyObject* call_linear(PyObject* /*module*/, PyObject* const* a, Py_ssize_t count
   if (a[3] != Py_None) {
     w_quantized = Quantized{tensor(a[3]), tensor(a[4]), tensor(a[5]), tensor(a[6]), at::Tensor()};
   }
-  const Histories histories{optional_tensor(a[7]).value_or(at::Tensor()),
-                            optional_tensor(a[8]).value_or(at::Tensor()), flag(a[9])};
-  const auto kind = static_cast<Recipe::Kind>(integer(a[10]));
-  const auto forward_fp8 = dtype(a[11]), backward_fp8 = dtype(a[12]), out_dtype = dtype(a[13]);
-  const Recipe recipe{kind,        forward_fp8, backward_fp8, flag(a[14]),    flag(a[15]),
-                      flag(a[16]), flag(a[17]), flag(a[18]),  integer(a[19]), flag(a[20])};
+  MainGrad main_grad{optional_tensor(a[7]).value_or(at::Tensor()),
+                     static_cast<MainGrad::Returns>(integer(a[8]))};
+  const Histories histories{optional_tensor(a[9]).value_or(at::Tensor()),
+                            optional_tensor(a[10]).value_or(at::Tensor()), flag(a[11])};
+  const auto kind = static_cast<Recipe::Kind>(integer(a[12]));
+  const auto forward_fp8 = dtype(a[13]), backward_fp8 = dtype(a[14]), out_dtype = dtype(a[15]);
+  const Recipe recipe{kind,        forward_fp8, backward_fp8, flag(a[16]),    flag(a[17]),
+                      flag(a[18]), flag(a[19]), flag(a[20]),  integer(a[21]), flag(a[22])};
   at::Tensor y;
   {
     const pybind11::gil_scoped_release no_gil;
-    y = linear(x, w, bias, std::move(w_quantized), histories, recipe, out_dtype);
+    y = linear(x, w, bias, std::move(w_quantized), std::move(main_grad), histories, recipe,
+               out_dtype);
   }
   return Caster::cast(y, pybind11::return_value_policy::move, {}).ptr();
   END_HANDLE_TH_ERRORS
