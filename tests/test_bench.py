@@ -242,6 +242,22 @@ def test_the_model_mode_measures_eager_and_compiled_against_their_own_bf16(
             assert row["ratio"] == pytest.approx(want, rel=1e-4)
 
 
+def test_the_step_mode_trains_a_decoder_in_every_case(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ["fp8lt", "fp8lt-context", "fp8lt-compiled"]
+    report, tables = run_main(capsys, "step", "--rounds", "1", "--contenders", *names)
+    rows = rows_of(report, "step")
+    assert [(row["case"], row["contender"], row["status"]) for row in rows] == [
+        ("eager", "bf16", "ok"), ("eager", "fp8lt", "ok"), ("eager", "fp8lt-context", "ok"),
+        ("compiled", "bf16-compiled", "ok"), ("compiled", "fp8lt-compiled", "ok"),
+    ]  # fmt: skip
+    assert all(0 < row["errors"]["dw"] < 0.3 for row in rows)
+    assert rows[1]["errors"] == rows[2]["errors"] != rows[0]["errors"]
+    assert report["modes"]["step"]["parameters"] > 10_000
+    assert "fp8lt-context" in tables
+
+
 class FakeLinear(nn.Linear):
     """Stands in for TransformerEngine's layer: same arguments, and it notes its contexts."""
 

@@ -7,7 +7,8 @@
 Modes: layer (forward, and with backward), quantize (that of every recipe, against the floors of one
 and two reads), gemm (the layer's GEMMs by themselves), host (wall time per call at small shapes),
 decode (inference of few tokens with a quantised weight), model (four Llama-like blocks, eager and
-compiled, and peak memory), all. fp8lt's contenders are its recipes, and `fp8lt` is tensorwise.
+compiled, and peak memory), step (a training step of a whole decoder, eager, compiled and graphed),
+all. fp8lt's contenders are its recipes, and `fp8lt` is tensorwise.
 
 Peers that are not installed are listed as missing; one that raises is listed as failed with the
 reason; one whose results are not close to float64 is marked WRONG and not timed. How it is
@@ -29,6 +30,7 @@ import bench_core
 import bench_linear
 import bench_model
 import bench_modes
+import bench_step
 import torch
 from bench_core import Bench, Result, Shape
 from bench_peers import INFERENCE, TRAINING, versions
@@ -45,13 +47,14 @@ MODES = {
     "gemm": bench_modes.gemm,
     "host": bench_modes.host,
     "decode": bench_modes.decode,
-    "model": bench_model.model,  # last: it takes longest
+    "model": bench_model.model,  # last: these take longest
+    "step": bench_step.step,
 }
 ROUNDS = 7
 
 
 def contender_names() -> list[str]:
-    line_ups = (TRAINING, INFERENCE, bench_blocks.VARIANTS)
+    line_ups = (TRAINING, INFERENCE, bench_blocks.VARIANTS, bench_step.VARIANTS)
     return list(dict.fromkeys(one.name for line_up in line_ups for one in line_up))
 
 
@@ -86,8 +89,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--plot", type=Path, metavar="FILE", help="draw the result of `layer` here")
     add("--rounds", type=positive, default=ROUNDS, metavar="N", help=f"default {ROUNDS}")
     add("--shapes", nargs="+", type=shape, metavar="MxKxN",
-        help="tokens x in x out, in place of each mode's own; `quantize` takes M and K, `model` "
-        "has its own size")  # fmt: skip
+        help="tokens x in x out, in place of each mode's own; `quantize` takes M and K; `model` "
+        "and `step` have their own sizes")  # fmt: skip
     add("--contenders", nargs="+", choices=contender_names(), metavar="NAME",
         help="only these, and always bf16: " + ", ".join(contender_names()))  # fmt: skip
     add(
@@ -141,7 +144,11 @@ def start(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
             **bench.timer.method(),
             "rounds": args.rounds,
             "calls_per_run": {"layer": LOOP, "model": 1},
-            "runs_per_round": {"layer": bench_core.RUNS, "model": bench_model.RUNS},
+            "runs_per_round": {
+                "layer": bench_core.RUNS,
+                "model": bench_model.RUNS,
+                "step": bench_step.RUNS,
+            },
             "input_sets": bench_linear.INPUT_SETS,
             "autotune": args.autotune,
             "ratio": "median over rounds of time of bf16 / time; in host: time / time of bf16",

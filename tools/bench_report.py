@@ -12,6 +12,7 @@ TITLES = {
     "host": "host us per call and time over bf16's",
     "decode": "us and speed-up over bf16",
     "model": "us and speed-up over bf16 in the same mode",
+    "step": "us and speed-up over bf16 in the same mode",
 }
 
 
@@ -138,6 +139,17 @@ def model_parts_table(rows: list[Row]) -> list[str]:
     return aligned(table)
 
 
+def backward_table(rows: list[Row]) -> list[str]:
+    measured = [row for row in rows if row["backward_gemms_us"]]
+    if not measured:
+        return []
+    table: list[Sequence[str]] = [("GEMMs of backward, profiled", "us", "speed-up")]
+    for row in measured:
+        ratio = f"{row['backward_gemms_ratio']:.2f}x"
+        table.append((row["contender"], f"{row['backward_gemms_us']:,.0f}", ratio))
+    return aligned(table)
+
+
 def target_table(verdicts: list[dict[str, Any]]) -> list[str]:
     head = ("target", "measured", "wanted", "verdict", "best peer", "best dynamic peer")
     table: list[Sequence[str]] = [head]
@@ -178,6 +190,10 @@ def mode_report(mode: str, result: Result) -> str:
         for case in unique(row["case"] for row in rows):
             mine = [row for row in rows if row["case"] == case]
             blocks += [phase_table(mode, mine, "fwd+bwd"), model_parts_table(mine)]
+    elif mode == "step":
+        for case in unique(row["case"] for row in rows):
+            mine = [row for row in rows if row["case"] == case]
+            blocks += [phase_table(mode, mine, "step"), backward_table(mine)]
     else:
         blocks += [phase_table(mode, rows, phase) for phase in unique(r["phase"] for r in rows)]
     if "parts" in result:

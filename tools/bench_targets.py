@@ -38,6 +38,11 @@ TARGETS: dict[str, dict[tuple[str, str, str], float]] = {
         ("eager", "fwd+bwd", "fp8lt"): 1.45,
         ("compiled", "fwd+bwd", "fp8lt-compiled"): 1.48,
     },
+    "step": {
+        ("eager", "step", "fp8lt"): 1.2,
+        ("compiled", "step", "fp8lt-compiled"): 1.2,
+        ("graphed", "step", "fp8lt-graphed"): 1.2,
+    },
 }
 # The layer of these takes no longer than tensorwise's, in any case: one read less, or finer scales.
 AS_FAST = ("fp8lt-delayed", "fp8lt-rowwise_folded")
@@ -50,6 +55,7 @@ OVER_TWO_READS = dict.fromkeys(
 )
 LEAN_PEERS = ("scaled_mm-compiled", "torchao-tensorwise-compiled")  # the layer's memory: no more
 VECTORS = 1.001  # but for the scales: 4 bytes a row
+BACKWARD_GEMMS = 1.54  # of `step`, over bf16's
 PEAK_GIB = 6.08  # of `model`, eager and compiled: what compiled nanochat and torchao take
 
 
@@ -146,6 +152,9 @@ def judge_others(mode: str, result: Result) -> list[dict[str, Any]]:
         if tensorwise and row["case"] in OVER_TWO_READS:
             what, over = f"over two reads {row['case']}", row.get("over_two_reads")
             found.append(verdict(what, OVER_TWO_READS[row["case"]], over, less=True))
+        if mode == "step" and row["contender"] in ("fp8lt", "fp8lt-compiled"):
+            what, ratio = f"backward GEMMs {row['contender']}", row["backward_gemms_ratio"]
+            found.append(verdict(what, BACKWARD_GEMMS, ratio, less=False))
         if mode == "model" and row["contender"].startswith("fp8lt") and row["peak_bytes"]:
             gib = row["peak_bytes"] / 2**30
             what = f"peak GiB {row['contender']}"
