@@ -1,37 +1,45 @@
 """`fp8_autocast`: the linears of a model that was not converted, in FP8 inside of a context.
 
 A context is a `TorchFunctionMode`: PyTorch shows it the functions that are called while it is
-entered, in its thread, and none at any other time. Nothing of PyTorch is replaced for that.
+entered, in its thread, and none at any other time. So nothing of PyTorch is replaced for rerouting.
 
 **Rerouted** to `fp8lt.linear`: `F.linear`, and so `nn.Linear` and everything that calls either: the
 projections of `nn.MultiheadAttention` and of the transformer layers of `torch.nn`.
 
-**Not rerouted**, and counted by `stats` where they can be seen: other products (`x @ w.t()`,
-`torch.addmm`, `F.bilinear`, convolutions, attention itself, `torch.ops.aten.linear`); layers that
-are one operator inside (`nn.LSTM`); other dtypes than bf16, f16 and f32; a weight that is no
-matrix; tensor subclasses that are dispatched in Python (DTensor); what runs inside of `torch.func`
-transforms; `torch.jit.script`; what other threads call.
+**Not rerouted**: other products (`x @ w.t()`, `torch.addmm`, `F.bilinear`, convolutions, attention
+itself, `torch.ops.aten.linear`); layers that are one operator inside (`nn.LSTM`); other dtypes than
+bf16, f16 and f32; sparse and nested tensors; a weight that is no matrix; tensor subclasses that
+answer for themselves (DTensor); what runs inside of `torch.func` transforms; `torch.jit.script`;
+what other threads call.
 
 **Backward** runs in FP8 wherever it is called: forward has decided. What backward itself calls is
-not rerouted, even if the context is still entered; but a checkpointed region recomputes what its
+not rerouted, even if a context is still entered; but a checkpointed region recomputes what its
 first pass computed, whether or not `torch.utils.checkpoint` was called inside of a context.
+
+**The compiler** traces a context as any other code. What it hides from contexts is refused: a
+checkpointed region, `torch.cond` and the like inside of a compiled function; without
+`fullgraph=True` it then leaves them to eager mode. In a compiled function the rules about backward
+and transforms do not hold: what is traced in a context is rerouted.
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
 import threading
 import types
-from collections import Counter
+import weakref
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from .linear import linear
@@ -40,7 +48,8 @@ from .recipe import DelayedScaling, Recipe, resolve
 from .state import DelayedState
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_STATE = "_fp8lt_state"  # of a weight, in a context of recipe "delayed"
+_LINEAR = torch._C._nn.linear  # F.linear, unless somebody wraps it
+_STATES = "_fp8lt_states"  # of a weight, in a context of recipe "delayed"
 
 
 class fp8_autocast(TorchFunctionMode):  # named as torch.autocast is
@@ -48,7 +57,8 @@ class fp8_autocast(TorchFunctionMode):  # named as torch.autocast is
 
     For models that are not converted. Contexts nest, the innermost decides; they end with their
     block, also by an exception, and hold for the thread that entered them. See the module for what
-    is rerouted. A call of a PyTorch function takes some 1 us longer inside.
+    is rerouted. Inside, any call of a PyTorch function, and any read of a tensor's attribute, takes
+    1 to 2 us longer for each context.
 
     Args:
         enabled: False leaves linears in high precision, inside of an enabled context, too.
@@ -57,7 +67,7 @@ class fp8_autocast(TorchFunctionMode):  # named as torch.autocast is
         fp8_format: "hybrid" or "e4m3", in place of the recipe's.
 
     Raises:
-        TypeError: `enabled` is no bool; what is decorated is a generator or a coroutine.
+        TypeError: `enabled` is no bool; what is decorated is no function, or one that yields.
         ValueError: no recipe has that name; the recipe does not have that format.
 
     Example:
@@ -67,6 +77,8 @@ class fp8_autocast(TorchFunctionMode):  # named as torch.autocast is
         >>> torch.equal(y, fp8lt.linear(x, layer.weight, layer.bias))
         True
     """
+
+    task = -1  # the backward pass in which it was entered; -1: in none
 
     def __init__(
         self,
@@ -84,24 +96,23 @@ class fp8_autocast(TorchFunctionMode):  # named as torch.autocast is
         self.enabled, self.recipe = enabled, recipe
 
     def __enter__(self) -> "fp8_autocast":
-        if not torch.compiler.is_compiling():
-            _entered.contexts.append(_Entry(self, torch._C._current_graph_task_id()))
-            _Regions.watch(+1)
-        super().__enter__()
+        entered = self
+        if not _is_traced():
+            _Regions.watch()
+            entered = copy.copy(self)  # threads, and blocks within blocks, may share `self`
+            entered.task = torch._C._current_graph_task_id()
+        TorchFunctionMode.__enter__(entered)
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if not torch.compiler.is_compiling():
-            _entered.contexts.pop()
-            _Regions.watch(-1)
-
     def __call__(self, function: _Function) -> _Function:
+        name = getattr(function, "__qualname__", repr(function))
+        if not callable(function) or isinstance(function, type):
+            raise TypeError(f"fp8_autocast: want a function to decorate, got {name}")
         for kind in ("generatorfunction", "asyncgenfunction", "coroutinefunction"):
             if getattr(inspect, f"is{kind}")(function):
                 raise TypeError(
-                    f"fp8_autocast: want a function to decorate, got the {kind} "
-                    f"{function.__qualname__}: it runs after the call has returned"
+                    f"fp8_autocast: want a function to decorate, got the {kind} {name}: "
+                    "it runs after the call has returned"
                 )
 
         @functools.wraps(function)
@@ -114,105 +125,216 @@ class fp8_autocast(TorchFunctionMode):  # named as torch.autocast is
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: tuple[type, ...],
+        overriding: tuple[type, ...],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        compiling = torch.compiler.is_compiling()
-        if not compiling and _entered.contexts[-1].context is not self:
-            return func(*args, **kwargs)  # a context inside of this one has decided
-        if func is F.linear:
+        if _is_traced():
+            return self._traced(func, args, kwargs)
+        if _thread.decided:  # by a context inside of this one
+            return func(*args, **kwargs)
+        if func is _LINEAR:
             return self._linear(*args, **kwargs)
-        if func is F.multi_head_attention_forward and (compiling or self._why_not_now() is None):
-            with self:  # it calls F.linear, but is itself what PyTorch shows
-                return _multi_head_attention(*args, **kwargs)
-        if func in _OTHER_PRODUCTS:
+        if func is F.multi_head_attention_forward:
+            return self._attention(func, args, kwargs)
+        if func in _OTHER_PRODUCTS and self.enabled:
             _count(f"{_OTHER_PRODUCTS[func]} is not F.linear")
         return func(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if torch.compiler.is_compiling():
-            if not self.enabled:  # by this name a context outside of this one does not know it
-                return torch.ops.aten.linear.default(input, weight, bias)
-        else:
-            reason = self._why_not_now() or _why_not(input, weight, bias)
-            _count(reason)
+        reason = self._why_inactive() or _why_kept(input, weight, bias)
+        _count(reason)
+        with _thread.deciding():
             if reason is not None:
                 return F.linear(input, weight, bias)
-        state = _state_of(weight, self.recipe)
+            state = _state_of(weight, self.recipe)
+            return linear(input, weight, bias, recipe=self.recipe, state=state)
+
+    def _attention(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call what calls F.linear, but is itself what PyTorch shows."""
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        if self._why_inactive() or not all(map(_answers_not, tensors)):
+            _count("multi_head_attention_forward is kept as a whole")
+            with _thread.deciding():
+                return func(*args, **kwargs)
+        TorchFunctionMode.__enter__(self)
+        try:
+            return _unseen(func)(*args, **kwargs)
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
+
+    def _traced(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do the same as far as the compiler can trace it; it counts nothing."""
+        if func is _LINEAR:
+            return self._traced_linear(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _unseen_attention(*args, **kwargs)
+        if self.enabled and isinstance(func, torch._ops.HigherOrderOperator):
+            raise RuntimeError(
+                "fp8lt: torch.compile hides what a checkpointed region, torch.cond or the like "
+                "calls from fp8_autocast: convert the model instead, or compile what is inside"
+            )
+        return func(*args, **kwargs)
+
+    def _traced_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        fits = input.dtype in REAL_DTYPES and weight.dtype in REAL_DTYPES
+        if not self.enabled or not fits or weight.dim() != 2 or input.dim() == 0:
+            # By this name a context outside of this one does not know it.
+            return torch.ops.aten.linear.default(input, weight, bias)
+        state = _traced_state_of(weight, self.recipe)
         return linear(input, weight, bias, recipe=self.recipe, state=state)
 
-    def _why_not_now(self) -> str | None:
+    def _why_inactive(self) -> str | None:
         """Return why nothing is rerouted here; None if it is."""
         if not self.enabled:
             return "the context is disabled"
-        task = torch._C._current_graph_task_id()
-        if task not in (-1, _entered.contexts[-1].task):
+        if torch._C._current_graph_task_id() not in (-1, self.task):
             return "backward calls it"
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return "it is inside of a torch.func transform"
         return None
 
 
-def _why_not(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+def _why_kept(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Return why these tensors are left alone; None if they are not."""
     for t in (input, weight, bias):
         if t is None:
             continue
-        dispatch = type(t).__torch_dispatch__
-        if dispatch is not torch._C._disabled_torch_dispatch_impl and not isinstance(t, FakeTensor):
+        if not _answers_not(t):
             return f"{type(t).__name__} is a tensor subclass"
+        if t.layout != torch.strided or t.is_nested:
+            return "a tensor is sparse or nested"
         if t.dtype not in REAL_DTYPES:
             return f"its dtype is {t.dtype}"
     if weight.dim() != 2 or input.dim() == 0:
         return "weight is no matrix, or input a scalar"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return "bias is broadcast"
     return None
+
+
+def _answers_not(t: Tensor) -> bool:
+    """Say whether `t` is a tensor as any other, with no `__torch_function__` of its own."""
+    kind = type(t)
+    if kind in (Tensor, nn.Parameter) or isinstance(t, (FakeTensor, FunctionalTensor)):
+        return True
+    return kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl and _function_of(
+        kind
+    ) in (torch._C._disabled_torch_function_impl, _function_of(Tensor))
+
+
+def _function_of(kind: type[Tensor]) -> Any:
+    function = kind.__torch_function__
+    return getattr(function, "__func__", function)  # of a class method
+
+
+class _Thread(threading.local):
+    """What a thread's contexts tell each other: whether one of them has decided about a call."""
+
+    decided = False
+
+    @contextlib.contextmanager
+    def deciding(self) -> Iterator[None]:
+        before, self.decided = self.decided, True
+        try:
+            yield
+        finally:
+            self.decided = before
+
+
+_thread = _Thread()
+
+
+def _is_traced() -> bool:
+    # Not `is_compiling`: that is true in all threads while one of them compiles.
+    return torch.compiler.is_dynamo_compiling()
 
 
 @contextlib.contextmanager
 def in_high_precision() -> Iterator[None]:
     """Leave linears alone, whatever context is entered."""
-    if not torch.compiler.is_compiling() and not _entered.contexts:
+    if torch._C._len_torch_function_stack() == 0:
         yield
         return
     with fp8_autocast(enabled=False):
         yield
 
 
+class _States(dict[tuple[int, ...], DelayedState]):
+    """The amax histories of a weight, by length, and of its views, also by place and shape.
+
+    An attribute of the very tensor, since a compiled function can find that. It is not its
+    weight's in a copy, and leaves nothing in a file.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weakref.ref(weight)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()
+
+
 def _state_of(weight: Tensor, recipe: Recipe) -> DelayedState | None:
-    """Return the amax histories of a weight: an attribute of that very tensor."""
+    """Return the amax histories of a weight, begun if there are none."""
     if not isinstance(recipe, DelayedScaling):
         return None
-    states: dict[int, DelayedState] | None = getattr(weight, _STATE, None)
-    if states is None:
-        states = {}
-        if not torch.compiler.is_compiling():
-            setattr(weight, _STATE, states)
-    state = states.get(recipe.amax_history_len)
-    if state is None and torch.compiler.is_compiling():
-        raise RuntimeError(
-            "fp8lt: a weight has no amax history yet, and a compiled function cannot make one: "
-            "with recipe 'delayed', run the model once in eager mode inside of fp8_autocast"
-        )
+    # Attention cuts its weight anew for every call.
+    owner = weight._base if weight._base is not None else weight
+    states = getattr(owner, _STATES, None)
+    if not isinstance(states, _States) or states.weight() is not owner:
+        states = _States(owner)
+        setattr(owner, _STATES, states)
+    key: tuple[int, ...] = (recipe.amax_history_len,)
+    if owner is not weight:
+        key += (int(weight.storage_offset()), *weight.shape)
+    state = states.get(key)
     if state is None:
-        state = states[recipe.amax_history_len] = DelayedState(recipe, weight.device)
+        state = DelayedState(recipe, weight.device)
+        if isinstance(state.amaxes, (FakeTensor, FunctionalTensor)):
+            raise RuntimeError(_NO_HISTORY)
+        states[key] = state
     if state.amaxes.device != weight.device:
         state.amaxes = state.amaxes.to(weight.device)
     return state
 
 
+def _traced_state_of(weight: Tensor, recipe: Recipe) -> DelayedState | None:
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    states = getattr(weight, _STATES, {})
+    state: DelayedState | None = states.get((recipe.amax_history_len,))
+    if state is None:
+        raise RuntimeError(_NO_HISTORY)
+    return state
+
+
+_NO_HISTORY = (
+    "fp8lt: a weight has no amax history yet, and code that is traced cannot begin one: with "
+    "recipe 'delayed', run the model once in eager mode inside of fp8_autocast, or convert it"
+)
+
+
 # ------------------------------------------------------------------------------------ attention
 
-# `nn.MultiheadAttention` ends here. A context that is entered sees this function, not the linears
-# that it calls: so a copy is called, which does not ask whether somebody wants to see it.
-_multi_head_attention = types.FunctionType(
-    F.multi_head_attention_forward.__code__,
-    {**vars(F), "has_torch_function": lambda tensors: False},
-    F.multi_head_attention_forward.__name__,
-    F.multi_head_attention_forward.__defaults__,
-)
-_multi_head_attention.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__
+
+# `nn.MultiheadAttention` ends in a function that first asks whether somebody wants to see it as a
+# whole. A context wants to see the linears that it calls: so a copy is called, which does not ask.
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    names = {**vars(F), "has_torch_function": lambda tensors: False}
+    code: Any = function
+    same = types.FunctionType(code.__code__, names, code.__name__, code.__defaults__)
+    same.__kwdefaults__ = code.__kwdefaults__
+    return same
+
+
+_unseen_attention = _unseen(F.multi_head_attention_forward)  # for the compiler
 
 
 # --------------------------------------------------------------------------------------- counts
@@ -220,9 +342,12 @@ _multi_head_attention.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaul
 _OTHER_PRODUCTS = {
     getattr(owner, name): name.strip("_")
     for owner in (torch, Tensor)
-    for name in ("matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "einsum", "__matmul__")
+    for name in (
+        "matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "einsum", "inner", "tensordot",
+        "__matmul__",
+    )
     if hasattr(owner, name)
-} | {F.bilinear: "bilinear"}
+} | {F.bilinear: "bilinear", torch.linalg.matmul: "linalg.matmul"}  # fmt: skip
 _counting = threading.Lock()
 _rerouted = 0
 _kept: Counter[str] = Counter()
@@ -230,8 +355,6 @@ _kept: Counter[str] = Counter()
 
 def _count(reason: str | None) -> None:
     global _rerouted
-    if torch.compiler.is_compiling():  # once, whatever the compiled function does then
-        return
     with _counting:
         if reason is None:
             _rerouted += 1
@@ -242,8 +365,9 @@ def _count(reason: str | None) -> None:
 def stats(*, reset: bool = False) -> dict[str, Any]:
     """Return what contexts of `fp8_autocast` have seen, in all threads: how many calls.
 
-    {"rerouted": calls of F.linear, "kept": {reason: calls}}. `reset` starts anew after that.
-    A compiled function is not counted; a recomputation is one more call.
+    {"rerouted": calls of F.linear, "kept": {reason: calls}}: of F.linear, of attention as a whole,
+    and of the commonest other products. `reset` starts anew after that. A recomputation is one more
+    call; what a compiled function reroutes is not counted.
 
     Example:
         >>> _ = fp8lt.stats(reset=True)
@@ -265,68 +389,45 @@ def stats(*, reset: bool = False) -> dict[str, Any]:
 # -------------------------------------------------------------------------------- recomputation
 
 
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    context: fp8_autocast
-    task: int  # the backward pass in which it was entered, or -1
-
-
-class _Entered(threading.local):
-    """The contexts of this thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.contexts: list[_Entry] = []
-
-
-_entered = _Entered()
-
-
 class _Regions:
     """What `torch.utils.checkpoint` begins in a context is recomputed in that context.
 
-    It keeps autocast and random numbers for that, and nothing of ours. So as long as any thread is
-    in a context, whoever begins a region gives its function the context along. With none, PyTorch's
-    own functions are back.
+    It keeps autocast and random numbers for that, and nothing of ours. So from the first context
+    on, it asks who begins a region for the context, and gives the region's function that along. Of
+    a thread that is in no context nothing changes.
     """
 
     _lock = threading.Lock()
-    _contexts = 0
-    _begin_frame = checkpoint._CheckpointFrame.__init__
-    _begin_reentrant = checkpoint.CheckpointFunction.forward
+    _watching = False
 
     @classmethod
-    def watch(cls, change: int) -> None:
+    def watch(cls) -> None:
+        if cls._watching:
+            return
         with cls._lock:
-            before, cls._contexts = cls._contexts, cls._contexts + change
-            if (before == 0) == (cls._contexts == 0):
+            if cls._watching:
                 return
             frame: Any = checkpoint._CheckpointFrame
             function: Any = checkpoint.CheckpointFunction
-            if cls._contexts:
-                frame.__init__ = cls._frame
-                function.forward = staticmethod(cls._reentrant)
-            else:
-                frame.__init__ = cls._begin_frame
-                function.forward = staticmethod(cls._begin_reentrant)
+            begin_frame, begin_reentrant = frame.__init__, function.forward
 
-    @staticmethod
-    def _frame(self: Any, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        _Regions._begin_frame(self, _with_context(recompute_fn), *args, **kwargs)
+            @functools.wraps(begin_frame)
+            def begin(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+                begin_frame(self, _with_context(recompute_fn), *args, **kwargs)
 
-    @staticmethod
-    def _reentrant(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        return _Regions._begin_reentrant(ctx, _with_context(run_function), *args)
+            @functools.wraps(begin_reentrant)
+            def forward(ctx: Any, run_function: Any, *args: Any) -> Any:
+                return begin_reentrant(ctx, _with_context(run_function), *args)
+
+            frame.__init__, function.forward = begin, staticmethod(forward)
+            cls._watching = True
 
 
 def _with_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls `function` in the context that is entered now; if there is one."""
-    if not _entered.contexts:
-        return function
-    context = _entered.contexts[-1].context
-
-    @functools.wraps(function)
-    def again(*args: Any, **kwargs: Any) -> Any:
-        with context:
-            return function(*args, **kwargs)
-
-    return again
+    """Return what calls `function` in the context that it would run in now; if there is one."""
+    task = torch._C._current_graph_task_id()
+    for mode in reversed(_get_current_function_mode_stack()):
+        # Of contexts that were entered before a backward pass, what that recomputes is in none.
+        if isinstance(mode, fp8_autocast) and mode.task == task:
+            return mode(function)
+    return function

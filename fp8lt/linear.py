@@ -214,7 +214,8 @@ class _Refuse(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> None:
         raise RuntimeError(
             "fp8lt.linear cannot be differentiated twice: backward has only FP8 copies of x and w. "
-            "Run the layers of a gradient penalty in high precision (fp8lt.disable_fp8)"
+            "Run the layers of a gradient penalty in high precision (fp8lt.disable_fp8, or "
+            "fp8lt.fp8_autocast(enabled=False))"
         )
 
 
@@ -343,7 +344,8 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError(
             "fp8lt.linear has no forward-mode derivative (torch.func.jvp, forward_ad); "
-            "use reverse mode, or run in high precision (fp8lt.disable_fp8)"
+            "use reverse mode, or run in high precision (fp8lt.disable_fp8, or "
+            "fp8lt.fp8_autocast(enabled=False))"
         )
 
 

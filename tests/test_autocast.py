@@ -1,6 +1,7 @@
 """`fp8_autocast`: which linears run in FP8, where, and that nothing else changes."""
 
 import copy
+import functools
 import io
 import threading
 from collections.abc import Callable, Iterator
@@ -8,8 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import randn
+from cases import RunPython, randn
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import checkpoint
 
 import fp8lt
@@ -232,18 +234,57 @@ def test_it_holds_for_its_thread_alone() -> None:
     assert torch.equal(seen["none"], high)
 
 
-def test_nothing_of_pytorch_is_changed_outside() -> None:
-    def ours() -> tuple[object, ...]:
-        frame, function = checkpoint._CheckpointFrame, checkpoint.CheckpointFunction
-        return F.linear, F.multi_head_attention_forward, frame.__init__, function.forward
+def test_an_import_changes_nothing_of_pytorch(run_python: RunPython) -> None:
+    run_python("""
+import torch, torch.nn.functional as F
+from torch.utils import checkpoint
 
-    before = ours()
+def ours():
+    frame, function = checkpoint._CheckpointFrame, checkpoint.CheckpointFunction
+    return F.linear, F.multi_head_attention_forward, frame.__init__, function.forward
+
+before = ours()
+import fp8lt
+assert ours() == before
+with fp8lt.fp8_autocast():
+    pass
+assert ours()[:2] == before[:2]
+assert torch._C._len_torch_function_stack() == 0
+""")
+
+
+def test_who_has_wrapped_f_linear_is_heard_and_rerouted(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, x, calls = model(), randn(7, 48, on=CPU, dtype=torch.float32), []
+    fp8, original = converted(plain)(x), F.linear
+    monkeypatch.setattr(F, "linear", lambda *args: calls.append(args) or original(*args))
     with fp8lt.fp8_autocast():
-        assert ours() != before  # of checkpointing, see below
-        with fp8lt.fp8_autocast():
-            pass
-        assert ours() != before
-    assert ours() == before
+        assert torch.equal(plain(x), fp8)
+    assert len(calls) == 2
+
+
+def test_other_threads_may_compile_meanwhile() -> None:
+    plain, x = model(), randn(7, 48, on=CPU, dtype=torch.float32)
+    fp8, high, double = converted(plain)(x), plain(x), copy.deepcopy(plain).double()
+    compiling, done = threading.Event(), threading.Event()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        compiling.set()
+        done.wait(30)
+        return graph.forward
+
+    other = threading.Thread(target=torch.compile(lambda: x.sin() + 1, backend=backend))
+    context = fp8lt.fp8_autocast()
+    before = fp8lt.fp8_autocast(enabled=False).__enter__()
+    other.start()
+    assert compiling.wait(30)
+    before.__exit__(None, None, None)
+    with context:
+        assert torch.equal(plain(x), fp8)
+        assert torch.equal(double(x.double()), double(x.double()))
+        done.set()
+        other.join()
+        assert torch.equal(plain(x), fp8)
+    assert torch.equal(plain(x), high)
 
 
 # --------------------------------------------------------------------------------------- counts
@@ -269,6 +310,56 @@ def test_what_is_not_rerouted_is_counted_with_the_reason() -> None:
         "addmm is not F.linear": 1,
     }
     assert fp8lt.stats() == {"rerouted": 0, "kept": {}}
+
+
+class Answers(Tensor):
+    """A weight that computes by itself, as adapters and quantised ones do."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> object:
+        if func is F.linear:
+            return "mine"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_what_fp8_has_no_form_for_stays_as_it_is() -> None:
+    x, w = randn(3, 48, on=CPU, dtype=torch.float32), randn(8, 48, on=CPU, dtype=torch.float32)
+    nested = torch.nested.nested_tensor([x, x[:2]])
+    cases = [
+        (x, w.to_sparse()), (x, w.to_sparse_csr()), (x.to_sparse_csr(), w), (nested, w),
+        (x, w, torch.ones(())), (x, w, torch.ones(1)),
+    ]  # fmt: skip
+    for case in cases:
+        want = F.linear(*case)
+        with fp8lt.fp8_autocast(), fp8lt.fp8_autocast(recipe="rowwise"):
+            got = F.linear(*case)
+        if not want.is_nested:
+            assert torch.equal(got, want)
+    with fp8lt.fp8_autocast(), fp8lt.fp8_autocast():
+        assert F.linear(x, w.as_subclass(Answers)) == "mine"
+    assert fp8lt.stats() == {
+        "rerouted": 0,
+        "kept": {
+            "a tensor is sparse or nested": 4,
+            "bias is broadcast": 2,
+            "Answers is a tensor subclass": 1,
+        },
+    }
+
+
+@pytest.mark.parametrize("what", [3, None, nn.Linear, functools.partial(iter)])
+def test_only_functions_are_decorated(what: object) -> None:
+    if isinstance(what, functools.partial):
+        assert callable(fp8lt.fp8_autocast()(what))
+        return
+    with pytest.raises(TypeError, match="want a function to decorate, got"):
+        fp8lt.fp8_autocast()(what)  # type: ignore[type-var]
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -361,6 +452,34 @@ def test_selective_checkpointing_gives_the_same(on: torch.device) -> None:
     assert_equal(steps(plain, run, on), want)
 
 
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("begun", ["inside", "outside"])
+def test_nested_regions_are_recomputed_where_they_began(
+    on: torch.device, begun: str, outer: bool, inner: bool
+) -> None:
+    """BUG-48, with a context around backward, too."""
+    plain = model(on)
+    same = converted(plain) if begun == "inside" else plain
+    want = steps(same, same, on)
+    fp8lt.stats(reset=True)
+
+    def region(x: Tensor) -> Tensor:
+        return checkpoint.checkpoint(plain, x, use_reentrant=inner) * 1
+
+    results = []
+    for step in range(3):
+        x = (randn(7, 48, on=on, dtype=torch.float32, seed=step) * (step + 1)).requires_grad_()
+        plain.zero_grad()
+        with fp8lt.fp8_autocast(enabled=begun == "inside"):
+            y = checkpoint.checkpoint(region, x, use_reentrant=outer)
+        with fp8lt.fp8_autocast():
+            y.square().sum().backward()
+        results += [y.detach(), x.grad, *(p.grad for p in plain.parameters())]
+    assert_equal(results, want)
+    assert (fp8lt.stats()["rerouted"] == 0) == (begun == "outside")
+
+
 # ------------------------------------------------------------------------------ delayed scaling
 
 
@@ -377,11 +496,55 @@ def test_histories_belong_to_the_weight_object() -> None:
             want = fp8lt.linear(want, one.weight, one.bias, recipe="delayed", state=state)
         with fp8lt.fp8_autocast(recipe="delayed"):
             assert torch.equal(tied(layer(x * scale)), want)
-    assert not hasattr(copy.deepcopy(layer).weight, "_fp8lt_state")  # another weight
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    assert torch.load(file)["weight"].shape == (48, 48)
+
+
+def test_the_parts_of_a_weight_have_histories_of_their_own() -> None:
+    """Attention cuts its packed weight anew in every call."""
+    attention = nn.MultiheadAttention(48, 4, batch_first=True)
+    q, k = (randn(2, n, 48, on=CPU, dtype=torch.float32, seed=n) for n in (3, 4))
+    for step in range(3):
+        with fp8lt.fp8_autocast(recipe="delayed"):
+            y = checkpoint.checkpoint(attention, q * (step + 1), k, k, use_reentrant=False)[0]
+        y.sum().backward()
+    states = attention.in_proj_weight._fp8lt_states
+    assert len(states) == 2
+    assert all((state.amaxes[:, :3] > 0).all() for state in states.values())
+    assert all(state.amaxes[0, 1] == 2 * state.amaxes[0, 0] for state in list(states.values())[:1])
+
+
+def test_a_history_is_in_no_file_and_no_copy() -> None:
+    layer, x = nn.Linear(48, 48), randn(7, 48, on=CPU, dtype=torch.float32)
+    with fp8lt.fp8_autocast(recipe="delayed"):
+        layer(x)
+        for kept in (layer.state_dict(keep_vars=True), layer.weight, layer.state_dict()):
+            file = io.BytesIO()
+            torch.save(kept, file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        others = [copy.deepcopy(layer), torch.load(file, weights_only=False), nn.Linear(48, 48)]
+        others[2].weight = copy.copy(layer.weight)
+        for other in others:
+            other(x * 3)
+        other(x)
+        (state,) = layer.weight._fp8lt_states.values()
+        (twin,) = other.weight._fp8lt_states.values()
+    assert state.amaxes[0].count_nonzero() == 3  # an amax, the next place, and that there is one
+    assert twin.amaxes[0, 0] == 3 * state.amaxes[0, 0]
+
+
+def test_a_fake_tensor_leaves_nothing_in_a_weight() -> None:
+    layer, x = nn.Linear(48, 48), randn(7, 48, on=CPU, dtype=torch.float32)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as fake,
+        fp8lt.fp8_autocast(recipe="delayed"),
+        pytest.raises(RuntimeError, match="run the model once in eager mode"),
+    ):
+        layer(fake.from_tensor(x))
+    with fp8lt.fp8_autocast(recipe="delayed"):
+        assert type(layer(x)) is Tensor
 
 
 def test_a_history_goes_where_its_weight_goes(on: torch.device) -> None:
@@ -395,7 +558,7 @@ def test_a_history_goes_where_its_weight_goes(on: torch.device) -> None:
         short = recipe.DelayedScaling(amax_history_len=4)
         with fp8lt.fp8_autocast(recipe=short):
             layer(x.to(on).bfloat16())
-    states = layer.weight._fp8lt_state
+    states = {key[0]: state for key, state in layer.weight._fp8lt_states.items()}
     assert {length: state.amaxes.device.type for length, state in states.items()} == {
         recipe.DelayedScaling().amax_history_len: on.type,
         4: on.type,
@@ -446,6 +609,60 @@ def test_a_compiled_function_may_enter_it_and_break_in_it() -> None:
         torch.testing.assert_close(a, fp8, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(b, high, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(plain(x), high)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_eager_code_after_a_break_is_in_the_same_context(enabled: bool) -> None:
+    plain, x = model(), randn(7, 48, on=CPU, dtype=torch.float32)
+    want = converted(plain)(x) if enabled else plain(x)
+
+    @torch._dynamo.disable
+    def eager(x: Tensor) -> Tensor:
+        return plain(x)
+
+    @torch.compile(backend="aot_eager")
+    def run(x: Tensor) -> Tensor:
+        with fp8lt.fp8_autocast(enabled):
+            return eager(x)
+
+    assert torch.equal(run(x), want)
+    with fp8lt.fp8_autocast(not enabled):
+        assert torch.equal(run(x), want)
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_region_inside_of_a_compiled_function_is_never_quietly_in_high_precision() -> None:
+    plain, x = model(), randn(7, 48, on=CPU, dtype=torch.float32).requires_grad_()
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint.checkpoint(plain, x, use_reentrant=False)
+
+    with fp8lt.fp8_autocast():
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"torch.compile hides what a checkpointed region"):
+            torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+        torch._dynamo.reset()
+        got = torch.compile(run, backend="aot_eager")(x)
+    same = converted(plain)
+    assert torch.equal(got, same(x))
+    (dx,) = torch.autograd.grad(got.sum(), x)
+    assert torch.equal(dx, torch.autograd.grad(same(x).sum(), x)[0])
+    torch._dynamo.reset()
+    with fp8lt.disable_fp8(same):  # of a converted model, it is compiled
+        got = torch.compile(
+            lambda x: checkpoint.checkpoint(same, x, use_reentrant=False),
+            backend="aot_eager", fullgraph=True,
+        )(x)  # fmt: skip
+    assert torch.equal(got, plain(x))
+
+
+def test_compiled_code_leaves_alone_what_eager_mode_does() -> None:
+    for weight in (torch.ones(8, 48, dtype=torch.float64), torch.ones(48)):
+        torch._dynamo.reset()
+        x = torch.ones(3, 48, dtype=weight.dtype)
+        with fp8lt.fp8_autocast(), fp8lt.fp8_autocast(recipe="rowwise"):
+            got = torch.compile(F.linear, backend="aot_eager", fullgraph=True)(x, weight)
+        assert torch.equal(got, F.linear(x, weight))
 
 
 def test_compiled_attention_is_rerouted() -> None:

@@ -92,7 +92,7 @@ struct Refuse : torch::autograd::Node {
     TORCH_CHECK(false,
                 "fp8lt.linear cannot be differentiated twice: backward has only FP8 copies of x "
                 "and w. Run the layers of a gradient penalty in high precision "
-                "(fp8lt.disable_fp8)");
+                "(fp8lt.disable_fp8, or fp8lt.fp8_autocast(enabled=False))");
   }
 };
 
