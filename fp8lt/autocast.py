@@ -29,8 +29,7 @@ import functools
 import inspect
 import threading
 import types
-import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
@@ -44,12 +43,11 @@ from torch.utils import checkpoint
 
 from .linear import linear
 from .ops import REAL_DTYPES
-from .recipe import DelayedScaling, Recipe, resolve
-from .state import DelayedState
+from .recipe import Recipe, resolve
+from .weight_state import state_of, traced_state_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _LINEAR = torch._C._nn.linear  # F.linear, unless somebody wraps it
-_STATES = "_fp8lt_states"  # of a weight, in a context of recipe "delayed"
 
 
 class fp8_autocast(TorchFunctionMode):  # named as torch.autocast is
@@ -148,7 +146,7 @@ class fp8_autocast(TorchFunctionMode):  # named as torch.autocast is
         with _thread.deciding():
             if reason is not None:
                 return F.linear(input, weight, bias)
-            state = _state_of(weight, self.recipe)
+            state = state_of(weight, self.recipe)
             return linear(input, weight, bias, recipe=self.recipe, state=state)
 
     def _attention(
@@ -187,7 +185,7 @@ class fp8_autocast(TorchFunctionMode):  # named as torch.autocast is
         if not self.enabled or not fits or weight.dim() != 2 or input.dim() == 0:
             # By this name a context outside of this one does not know it.
             return torch.ops.aten.linear.default(input, weight, bias)
-        state = _traced_state_of(weight, self.recipe)
+        state = traced_state_of(weight, self.recipe)
         return linear(input, weight, bias, recipe=self.recipe, state=state)
 
     def _why_inactive(self) -> str | None:
@@ -264,61 +262,6 @@ def in_high_precision() -> Iterator[None]:
         return
     with fp8_autocast(enabled=False):
         yield
-
-
-class _States(dict[tuple[int, ...], DelayedState]):
-    """The amax histories of a weight, by length, and of its views, also by place and shape.
-
-    An attribute of the very tensor, since a compiled function can find that. It is not its
-    weight's in a copy, and leaves nothing in a file.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = weakref.ref(weight)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, ()
-
-
-def _state_of(weight: Tensor, recipe: Recipe) -> DelayedState | None:
-    """Return the amax histories of a weight, begun if there are none."""
-    if not isinstance(recipe, DelayedScaling):
-        return None
-    # Attention cuts its weight anew for every call.
-    owner = weight._base if weight._base is not None else weight
-    states = getattr(owner, _STATES, None)
-    if not isinstance(states, _States) or states.weight() is not owner:
-        states = _States(owner)
-        setattr(owner, _STATES, states)
-    key: tuple[int, ...] = (recipe.amax_history_len,)
-    if owner is not weight:
-        key += (int(weight.storage_offset()), *weight.shape)
-    state = states.get(key)
-    if state is None:
-        state = DelayedState(recipe, weight.device)
-        if isinstance(state.amaxes, (FakeTensor, FunctionalTensor)):
-            raise RuntimeError(_NO_HISTORY)
-        states[key] = state
-    if state.amaxes.device != weight.device:
-        state.amaxes = state.amaxes.to(weight.device)
-    return state
-
-
-def _traced_state_of(weight: Tensor, recipe: Recipe) -> DelayedState | None:
-    if not isinstance(recipe, DelayedScaling):
-        return None
-    states = getattr(weight, _STATES, {})
-    state: DelayedState | None = states.get((recipe.amax_history_len,))
-    if state is None:
-        raise RuntimeError(_NO_HISTORY)
-    return state
-
-
-_NO_HISTORY = (
-    "fp8lt: a weight has no amax history yet, and code that is traced cannot begin one: with "
-    "recipe 'delayed', run the model once in eager mode inside of fp8_autocast, or convert it"
-)
 
 
 # ------------------------------------------------------------------------------------ attention

@@ -15,7 +15,7 @@ more in backward instead (`recompute_weight`), and one recipe computes dw from x
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 
 from . import device, operands, ops
 from .emulate import Scaling, padded
+from .main_grad import NO_MAIN_GRAD, MainGrad, in_place_of_dw, main_grad_of
 from .recipe import DelayedScaling, Recipe, resolve
 from .state import DelayedState, Histories
 
@@ -95,7 +96,7 @@ def run(
 ) -> Tensor:
     """Do what `linear` does, with arguments that are known to fit."""
     _refuse_forward_mode(x, w, bias)
-    sums = _NO_MAIN_GRAD if main_grad is None else _main_grad_of(w, main_grad)
+    sums = NO_MAIN_GRAD if main_grad is None else main_grad_of(w, main_grad)
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # autocast raises for meta
         x = x.to(torch.get_autocast_dtype(kind))
@@ -111,39 +112,6 @@ def run(
         return _forward(*args, need_x=False, need_w=False)[0]
     y: Tensor = _Linear.apply(*args, sums)
     return y
-
-
-class MainGrad(NamedTuple):
-    """Where dw is added up, if anywhere, and what autograd gets in its place."""
-
-    sum: Tensor | None  # f32 [N, K]
-    returns: int  # a `_NOTHING`, an `_EMPTY` or a `_ZEROS` gradient
-
-
-_NOTHING, _EMPTY, _ZEROS = range(3)
-_NO_MAIN_GRAD = MainGrad(None, _NOTHING)
-
-
-def _main_grad_of(w: Tensor, main_grad: Tensor) -> MainGrad:
-    if not isinstance(main_grad, Tensor):
-        raise TypeError(f"main_grad: want a tensor, got {type(main_grad).__name__}")
-    if (
-        main_grad.shape != w.shape
-        or main_grad.dtype != torch.float32
-        or main_grad.device != w.device
-        or not main_grad.is_contiguous()
-        or main_grad.requires_grad
-    ):
-        raise RuntimeError(
-            f"main_grad: want {list(w.shape)}, float32 on {w.device}, contiguous, without a "
-            f"gradient; got {list(main_grad.shape)}, {main_grad.dtype} on {main_grad.device}, "
-            f"strides {main_grad.stride()}, requires_grad={main_grad.requires_grad}"
-        )
-    if not hasattr(w, "grad_added_to_main_grad"):
-        return MainGrad(main_grad, _NOTHING)
-    if _wants_gradients(w):
-        w.grad_added_to_main_grad = True
-    return MainGrad(main_grad, _ZEROS if getattr(w, "zero_out_wgrad", False) else _EMPTY)
 
 
 def _wants_gradients(*tensors: Tensor | None) -> bool:
@@ -308,7 +276,7 @@ class _Linear(torch.autograd.Function):
                 scaling=scalings.grad_input, fast_accum=recipe.fast_accum_grad_input,
                 emulated=emulated,
             ).view(ctx.x_shape)  # fmt: skip
-        total, returns = ctx.main_grad
+        total, _ = ctx.main_grad
         if columns_of_dy:
             factors = (dyq.data_t, x_t, dyq.scale_inv_t, x_scale_inv)
             options = {
@@ -325,8 +293,7 @@ class _Linear(torch.autograd.Function):
             if total is not None:
                 total += dw
         if need_w and total is not None:
-            make = {_NOTHING: None, _EMPTY: torch.empty_like, _ZEROS: torch.zeros_like}[returns]
-            dw = None if make is None else make(total, dtype=w_dtype)
+            dw = in_place_of_dw(ctx.main_grad, w_dtype)
         return dx, dw, db, None, None, None, None, None, None
 
 

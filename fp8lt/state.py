@@ -124,7 +124,7 @@ class DelayedState:
         """
         amaxes = self.amaxes
         live = Histories(amaxes, amaxes, wanted)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # `is_compiling` is true in all threads
             _in_a_graph["delayed"] = True
             if _traced_inside_a_region():
                 raise RuntimeError(

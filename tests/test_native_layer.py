@@ -5,7 +5,8 @@ from cases import RunPython, needs_toolchain
 TWINS = """
 import dataclasses, itertools, torch, fp8lt
 from fp8lt import ops, recipe
-from fp8lt.linear import _NO_MAIN_GRAD, MainGrad, _Linear
+from fp8lt.linear import _Linear
+from fp8lt.main_grad import NO_MAIN_GRAD, MainGrad
 
 def leaves(*tensors): return [t.clone().requires_grad_(need) for t, need in tensors]
 
@@ -27,7 +28,7 @@ for lead, x_dtype, w_dtype, bias_dtype, out_dtype, how in itertools.product(
                 y = ops.linear(args[0], args[1], bias, None, how, out_dtype)
             elif any(needs):
                 y = _Linear.apply(
-                    args[0], args[1], bias, None, how, out_dtype, False, None, _NO_MAIN_GRAD
+                    args[0], args[1], bias, None, how, out_dtype, False, None, NO_MAIN_GRAD
                 )
             else:
                 y = fp8lt.linear(args[0], args[1], bias, out_dtype=out_dtype)
@@ -72,7 +73,7 @@ for lead, (x_dtype, w_dtype), bias_dtype, out_dtype, how in itertools.product(
                 else:
                     y = _Linear.apply(
                         args[0], args[1], bias, None, how, out_dtype, False, histories,
-                        _NO_MAIN_GRAD,
+                        NO_MAIN_GRAD,
                     )
                 y.backward(dy)
                 result += [y.detach(), *(a.grad for a in args)]

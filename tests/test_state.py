@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -411,3 +412,22 @@ def test_a_state_with_a_place_outside_of_its_ring_is_refused(number: float) -> N
         state[:, -2] = number
     with pytest.raises(ValueError, match=r"fp8_state: want amaxes .* positions in 0 \.\.\. H - 1"):
         fp8lt.load_delayed_state_dict(layers, states)
+
+
+def test_another_thread_may_compile_meanwhile() -> None:
+    """Its compiling must not look like ours: a region would be refused, or not be recorded."""
+    layer = fp8lt.Linear(8, 8, recipe="delayed")
+    compiling, done = threading.Event(), threading.Event()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        compiling.set()
+        done.wait(30)
+        return graph.forward
+
+    other = threading.Thread(target=torch.compile(lambda: torch.ones(2).sin(), backend=backend))
+    other.start()
+    assert compiling.wait(30)
+    checkpoint(layer, torch.ones(2, 8), use_reentrant=False).sum().backward()
+    done.set()
+    other.join()
+    assert layer.fp8_state[:, -2].tolist() == [1.0, 1.0, 1.0]  # one entry each

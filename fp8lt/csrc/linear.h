@@ -16,7 +16,7 @@ struct Histories {
   bool record = false;
 };
 
-// Where dw is added up, if anywhere, and what autograd gets in its place; see linear.MainGrad.
+// Where dw is added up, if anywhere, and what autograd gets in its place; see main_grad.MainGrad.
 struct MainGrad {
   enum class Returns : int64_t { kNothing = 0, kEmpty = 1, kZeros = 2 };
 
