@@ -3,6 +3,9 @@
 Every test that takes `on` runs on the CPU (emulated) and on the GPU (native, mark `gpu`). Without
 an FP8 GPU the latter are skipped and the summary says why; a GPU whose extension does not build
 fails them.
+
+A docstring with "BUG-48" names a kind of bug that such libraries have had, by its number in our
+catalogue of them: the test would fail if we had it.
 """
 
 import os

@@ -194,6 +194,7 @@ def test_a_fake_tensor_leaves_nothing_in_a_weight() -> None:
 
 
 def test_a_history_goes_where_its_weight_goes(on: torch.device) -> None:
+    """BUG-30."""
     layer, x = nn.Linear(48, 48), randn(7, 48, on=CPU, dtype=torch.float32)
     with fp8lt.fp8_autocast(recipe="delayed"):
         layer(x)

@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 def test_only_wanted_gradients_cost_anything(
     on: torch.device, need_x: bool, need_w: bool, need_b: bool | None
 ) -> None:
+    """BUG-25."""
     x = randn(32, 64, on=on, dtype=torch.bfloat16).requires_grad_(need_x)
     w = randn(48, 64, on=on, dtype=torch.bfloat16).requires_grad_(need_w)
     b = None if need_b is None else randn(48, on=on, dtype=torch.bfloat16).requires_grad_(need_b)
@@ -44,6 +45,7 @@ def test_only_wanted_gradients_cost_anything(
 
 
 def test_without_grad_nothing_is_transposed(on: torch.device) -> None:
+    """BUG-55."""
     x = randn(32, 64, on=on, dtype=torch.bfloat16).requires_grad_()
     w = randn(48, 64, on=on, dtype=torch.bfloat16).requires_grad_()
     want = fp8lt.linear(x, w)
@@ -98,6 +100,7 @@ def test_backward_lets_operands_go_and_runs_the_gemms_in_the_leaner_order(
 
 
 def test_a_second_derivative_raises(on: torch.device) -> None:
+    """BUG-52."""
     x = randn(4, 8, on=on, dtype=torch.float32).requires_grad_()
     w = randn(5, 8, on=on, dtype=torch.float32).requires_grad_()
     for loss in (lambda y: y.pow(2).sum(), lambda y: y.sum()):  # dy a function of x, or constant
@@ -358,6 +361,7 @@ def test_compile_with_cuda_graphs_equals_eager() -> None:
 
 @pytest.mark.gpu
 def test_it_runs_on_the_current_stream() -> None:
+    """BUG-83."""
     x = randn(2048, 1024, on=torch.device("cuda"), dtype=torch.bfloat16)
     w = randn(1024, 1024, on=torch.device("cuda"), dtype=torch.bfloat16, seed=1)
     want = [fp8lt.linear(x * i, w) for i in range(1, 9)]
@@ -390,6 +394,7 @@ def test_backward_runs_on_the_stream_of_its_forward() -> None:
 
 @pytest.mark.gpu
 def test_it_can_be_captured_in_a_cuda_graph() -> None:
+    """BUG-75."""
     x = randn(100, 512, on=torch.device("cuda"), dtype=torch.bfloat16)
     w = randn(256, 512, on=torch.device("cuda"), dtype=torch.bfloat16, seed=1)
     fp8lt.linear(x, w)

@@ -76,6 +76,7 @@ def test_rows_are_cut_into_blocks_of_128(
 def test_squares_have_the_same_bytes_in_both_copies(
     on: torch.device, shape: tuple[int, int], fp8: torch.dtype
 ) -> None:
+    """BUG-13."""
     x = of_all_magnitudes(*shape)
     q = ops.quantize_blockwise(x.to(on), fp8, square=True)
     want, scales = by_hand(x, fp8, 128, padded_cells=False)
@@ -197,6 +198,7 @@ def check_gemm(
 def test_gemm_equals_float64_on_the_same_operands(
     on: torch.device, pair: tuple[int, int], k: int
 ) -> None:
+    """BUG-11, BUG-14."""
     for m, n in itertools.product(SIZES, SIZES):
         check_gemm((m, n, k), pair, on)
 
@@ -206,6 +208,7 @@ def test_gemm_equals_float64_on_the_same_operands(
 def test_formats_output_dtypes_and_bias_are_right(
     on: torch.device, pair: tuple[int, int], out_dtype: torch.dtype
 ) -> None:
+    """BUG-35."""
     for bias_dtype, fp8 in itertools.product((None, *DTYPES), FP8):
         bias = None if bias_dtype is None else randn(50, on=on, dtype=bias_dtype)
         check_gemm((33, 50, 300), pair, on, fp8, out_dtype, bias)
@@ -270,6 +273,7 @@ def test_operators_pass_opcheck(
 def test_gemm_refuses_what_it_cannot_do(
     where: str, change: Callable[[str], dict[str, object]], message: str
 ) -> None:
+    """BUG-14."""
     x = torch.zeros(20, 300, device=where)
     a, b = (ops.quantize_blockwise(x, E4M3, square=square) for square in (False, True))
     args = {"a": a.data, "b": b.data, "a_scale_inv": a.scale_inv, "b_scale_inv": b.scale_inv}

@@ -194,6 +194,7 @@ def test_everything_that_changes_the_binary_changes_the_key() -> None:
 def test_architectures_are_those_asked_for_that_have_fp8(
     monkeypatch: pytest.MonkeyPatch, asked: str, got: str
 ) -> None:
+    """BUG-101."""
     monkeypatch.setattr(build.device, "gpus", lambda: ())
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", asked)
     assert build.architectures() == got

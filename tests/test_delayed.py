@@ -63,6 +63,7 @@ AMAXES = st.one_of(
 def test_the_state_is_a_ring_of_amaxes(
     calls: list[tuple[float, bool]], length: int, most_recent: bool, margin: int, dtype: torch.dtype
 ) -> None:
+    """BUG-28."""
     state, model, fp8_max = state_of(length=length), Ring(length), torch.finfo(dtype).max
     options = {"margin": margin, "most_recent": most_recent}
     for amax, record in calls:
@@ -200,6 +201,7 @@ def test_large_matrices_without_a_history_take_their_own_amax_in_one_launch() ->
 
 @pytest.mark.gpu
 def test_two_streams_that_share_a_state_end_and_leave_it_whole() -> None:
+    """BUG-83."""
     x = [randn(2048, 4096, on=GPU0, dtype=torch.bfloat16) * size for size in (1, 3)]
     streams = [torch.cuda.Stream(GPU0) for _ in x]
     torch.cuda.synchronize()
@@ -236,6 +238,7 @@ def ring(state: DelayedState) -> list[list[float]]:
 
 
 def test_every_call_is_an_entry_of_x_w_and_dy() -> None:
+    """BUG-44."""
     (x, w, b), state = leaves(), DelayedState(RECIPE)
     x_amax, w_amax = x.abs().max().item(), w.abs().max().item()
     for call in range(1, 5):
@@ -261,6 +264,7 @@ def test_a_scale_comes_from_the_calls_before() -> None:
 
 
 def test_without_gradients_nothing_changes() -> None:
+    """BUG-46."""
     (x, w, b), state = leaves(), DelayedState(RECIPE)
     fp8lt.linear(x, w, b, recipe=RECIPE, state=state).sum().backward()
     before = state.amaxes.clone()
@@ -366,6 +370,7 @@ def test_it_runs_on_every_gpu_that_tensorwise_runs_on() -> None:
 
 
 def test_a_layer_converted_in_inference_mode_trains_outside_of_it() -> None:
+    """BUG-55."""
     layer = nn.Linear(16, 16)
     with torch.inference_mode():
         fp8lt.convert_to_float8_training(layer, config="delayed")
@@ -375,6 +380,7 @@ def test_a_layer_converted_in_inference_mode_trains_outside_of_it() -> None:
 
 @pytest.mark.gpu
 def test_a_replayed_graph_goes_on_from_where_its_state_is() -> None:
+    """BUG-75."""
     draw = torch.Generator(GPU0).manual_seed(0)
     w = torch.randn(512, 256, generator=draw, device=GPU0).bfloat16().requires_grad_()
     x = torch.zeros(384, 256, device=GPU0, dtype=torch.bfloat16).requires_grad_()

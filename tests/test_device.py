@@ -102,6 +102,7 @@ def test_support_follows_the_compute_capability(
 def test_scales_finer_than_a_tensor_are_hoppers_alone(
     name: str, capability: tuple[int, int], recipe: str
 ) -> None:
+    """BUG-11."""
     support = device.capability_support(name, capability, recipe)
     assert support.native == (
         capability == (9, 0) or (recipe in device.ONE_SCALE and capability > (8, 0))
@@ -116,6 +117,7 @@ def test_scales_finer_than_a_tensor_are_hoppers_alone(
 def test_a_recipe_without_its_scales_is_refused_or_emulated_on_request(
     monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
+    """BUG-11."""
     support, loaded = device.Support(True, ""), [130101]
     monkeypatch.setattr(device, "support", lambda where, recipe: support)
     monkeypatch.setattr(fp8lt.build, "ensure", lambda: None)
@@ -161,6 +163,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
 
 
 def test_import_without_a_gpu_or_compiler_works_and_says_nothing() -> None:
+    """BUG-101."""
     code = (
         "import torch, fp8lt\n"
         "assert fp8lt.linear(torch.ones(2, 3), torch.ones(4, 3)).shape == (2, 4)"

@@ -198,6 +198,7 @@ def test_the_delayed_kernel_scales_by_its_history_and_enters_every_amax(
     kernels: ctypes.CDLL, shape: tuple[int, int], dtype: torch.dtype,
     length: int, margin: int, most_recent: bool,
 ) -> None:  # fmt: skip
+    """BUG-28."""
     draw = torch.Generator().manual_seed(0)
     state = torch.zeros(length + 2)
     for (factor, last, record), (rows, columns, sums) in zip(

@@ -59,6 +59,7 @@ def check_same_operands(
 def test_forward_and_backward_equal_float64_on_the_same_operands(
     shape: tuple[int, int, int],
 ) -> None:
+    """BUG-01."""
     check_same_operands(shape, CPU)
 
 
@@ -72,6 +73,7 @@ def test_native_forward_and_backward_equal_float64_on_the_same_operands(
 
 @pytest.mark.parametrize("m", [1, 2, 7, 15, 16, 17, 24, 31, 33, 257])
 def test_gaussian_errors_are_those_of_fp8_alone(on: torch.device, m: int) -> None:
+    """BUG-01, BUG-02."""
     x = randn(m, 1024, on=on, dtype=torch.bfloat16)
     w = randn(512, 1024, on=on, dtype=torch.bfloat16, seed=1)
     dy = randn(m, 512, on=on, dtype=torch.bfloat16, seed=2)
@@ -92,6 +94,7 @@ def test_dtypes_of_results_follow_their_tensors(
     bias_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
 ) -> None:
+    """BUG-35."""
     x = randn(19, 50, on=on, dtype=x_dtype)
     w = randn(30, 50, on=on, dtype=w_dtype, seed=1)
     bias = None if bias_dtype is None else randn(30, on=on, dtype=bias_dtype, seed=2)
@@ -201,6 +204,7 @@ def test_non_finite_stays_visible(on: torch.device, where: str, bad: float) -> N
 
 
 def test_layout_of_the_operands_changes_nothing(on: torch.device) -> None:
+    """BUG-20."""
     x, w, dy = (
         randn(*shape, on=on, dtype=torch.bfloat16, seed=seed)
         for seed, shape in enumerate([(33, 70), (50, 70), (33, 50)])
@@ -279,6 +283,7 @@ X, W, B = torch.ones(2, 3), torch.ones(4, 3), torch.ones(4)
     ],
 )
 def test_bad_arguments_name_themselves(args: tuple, kind: type[Exception], message: str) -> None:
+    """BUG-16."""
     with pytest.raises(kind, match=message):
         fp8lt.linear(*args)
 
@@ -302,6 +307,7 @@ def test_error_classes_are_those_of_f_linear(args: tuple) -> None:
 
 
 def test_bad_options_name_themselves() -> None:
+    """BUG-33."""
     with pytest.raises(
         ValueError, match=r"recipe: want one of tensorwise, delayed, rowwise, .*; got 'rowwize'"
     ):

@@ -62,6 +62,7 @@ def test_16_bit_weights_lose_nothing_on_the_way(on: torch.device, name: str) -> 
 def test_the_operator_adds_in_place(
     on: torch.device, shape: tuple[int, int], offset: int, scaling: Scaling
 ) -> None:
+    """BUG-21."""
     n, k = shape
     a, b = randn(n, 80, on=on, dtype=torch.float32), randn(k, 80, on=on, dtype=torch.float32)
     if scaling == Scaling.TENSORWISE:

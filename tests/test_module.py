@@ -389,6 +389,7 @@ def test_the_e4m3_format_quantises_gradients_to_e4m3(on: torch.device) -> None:
 
 
 def test_bad_arguments_name_themselves() -> None:
+    """BUG-34."""
     with pytest.raises(TypeError, match=r"module: want an nn\.Module, got list"):
         fp8lt.convert_to_float8_training([nn.Linear(2, 2)])  # type: ignore[arg-type]
     with pytest.raises(

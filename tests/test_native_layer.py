@@ -265,6 +265,7 @@ print("done")
 
 @needs_toolchain
 def test_it_equals_the_layer_in_python_bit_for_bit(run_python: RunPython) -> None:
+    """BUG-35."""
     assert int(run_python(TWINS).stdout) > 1000
 
 

@@ -125,6 +125,7 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_quantises_to_its_end() -> 
 
 
 def test_padding_is_zero_and_not_part_of_amax(on: torch.device) -> None:
+    """BUG-02."""
     x = randn(17, 35, on=on, dtype=torch.float32).abs() + 5  # zero is far from every element
     q = ops.quantize_tensorwise(x, E4M3)
     assert q.data.shape == (32, 48)
@@ -247,6 +248,7 @@ def test_every_combination_of_types_is_right(
     bias_dtype: torch.dtype | None,
     fast_accum: bool,
 ) -> None:
+    """BUG-34."""
     # Measured on a CPU: bf16 1.7e-3, f16 2.1e-4, f32 5e-8. A GPU sums FP8 products in fewer bits:
     # f32 results have 1.3e-4 on an H200, with slow accumulation, which is used at this size.
     bound = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 5e-4}[out_dtype]
@@ -270,6 +272,7 @@ def test_a_large_gemm_with_a_scale_per_row_is_right(
 
 
 def test_bias_of_a_float32_result_is_not_rounded(on: torch.device) -> None:
+    """BUG-35."""
     bias = randn(40, on=on, dtype=torch.float32)
     zero = ops.quantize_tensorwise(torch.zeros(40, 32, device=on), E4M3)
     y = ops.gemm_nt(
@@ -280,6 +283,7 @@ def test_bias_of_a_float32_result_is_not_rounded(on: torch.device) -> None:
 
 
 def test_same_inputs_give_the_same_bits(on: torch.device) -> None:
+    """BUG-37."""
     q = ops.quantize_tensorwise(randn(257, 1040, on=on, dtype=torch.bfloat16), E4M3)
     call = lambda: ops.gemm_nt(q.data, q.data, q.scale_inv, q.scale_inv, 257, 257)  # noqa: E731
     first = call()
@@ -288,6 +292,7 @@ def test_same_inputs_give_the_same_bits(on: torch.device) -> None:
 
 
 def test_an_operand_in_any_layout_is_quantised_into_contiguous_copies(on: torch.device) -> None:
+    """BUG-25."""
     x = randn(32, 48, on=on, dtype=torch.float32)  # needs no padding, so no copy for that
     want = ops.quantize_tensorwise(x, E4M3)
     for layout, view in layouts(x):
@@ -352,6 +357,7 @@ def bad_gemm(on: torch.device, **change: object) -> None:
 def test_gemm_refuses_what_it_cannot_do_and_says_why(
     on: torch.device, change: object, message: str
 ) -> None:
+    """BUG-33, BUG-34."""
     with pytest.raises(RuntimeError, match=message):
         bad_gemm(on, **change(on))  # type: ignore[operator]
 

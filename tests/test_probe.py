@@ -147,6 +147,7 @@ def test_a_recipe_is_checked_as_a_layer_and_gemm_by_gemm(name: str, small: torch
 def test_scales_in_the_wrong_place_are_wrong_in_every_gemm(
     name: str, operand: int, small: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """BUG-14."""
     gemm_nt = ops.gemm_nt
 
     def misplaced(*args: object, **options: object) -> torch.Tensor:
@@ -184,6 +185,8 @@ def test_every_recipe_has_its_own_verdict(
     capability: tuple[int, int], cublaslt: int, native: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    """BUG-11."""
+
     def support(where: torch.device, recipe: str = "tensorwise") -> device.Support:
         return device.capability_support("a GPU", capability, recipe)
 

@@ -84,6 +84,7 @@ def on_quantised_operands(name: str, x: Tensor, w: Tensor, dy: Tensor) -> tuple[
 def test_results_equal_float64_on_the_operands_of_the_recipe(
     on: torch.device, name: str, shape: tuple[int, int, int]
 ) -> None:
+    """BUG-11, BUG-14."""
     x, w, _, dy = operands(on, *shape)
     # Magnitudes of their own for all rows and columns: no scale may be put in another's place.
     x, w, dy = (
@@ -222,6 +223,7 @@ def test_folded_is_as_accurate_as_rowwise(
 def test_only_wanted_gradients_cost_anything(
     on: torch.device, name: str, need_x: bool, need_w: bool, need_b: bool | None
 ) -> None:
+    """BUG-35."""
     x, w, b, dy = operands(on, 32, 48, 64)
     x.requires_grad_(need_x)
     w.requires_grad_(need_w)
@@ -329,6 +331,7 @@ def test_export_keeps_a_dynamic_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", FINE)
 def test_meta_tensors_get_shapes_and_second_derivatives_are_refused(name: str) -> None:
+    """BUG-52."""
     y, *gradients = run(*operands(torch.device("meta"), 5, 6, 7), recipe=name)
     assert [t.shape for t in (y, *gradients)] == [(5, 6), (5, 7), (6, 7), (6,)]
     x, w = torch.ones(4, 8, requires_grad=True), torch.ones(5, 8, requires_grad=True)
@@ -394,6 +397,7 @@ def test_hybrid_quantises_gradients_to_e5m2(
 def test_what_a_recipe_cannot_do_is_refused_when_it_is_made(
     kind: type[Recipe], options: dict, message: str
 ) -> None:
+    """BUG-34."""
     with pytest.raises(ValueError, match=message):
         kind(**options)
 

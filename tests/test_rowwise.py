@@ -247,6 +247,7 @@ def check_gemm(shape: tuple[int, int, int], on: torch.device, fp8: torch.dtype =
 
 @pytest.mark.parametrize("k", SIZES)
 def test_gemm_equals_float64_on_the_same_operands(on: torch.device, k: int) -> None:
+    """BUG-37."""
     for m, n in itertools.product(SIZES, SIZES):
         check_gemm((m, n, k), on)
     check_gemm((127, 129, k), on, E5M2)

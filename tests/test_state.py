@@ -93,6 +93,7 @@ def test_reverting_takes_the_state_away_and_converting_starts_a_new_one() -> Non
     "cast", [nn.Module.bfloat16, nn.Module.half, lambda m: m.to(torch.float16), nn.Module.double]
 )
 def test_casting_a_layer_leaves_its_state_as_it_is(cast: Callable) -> None:
+    """BUG-30."""
     layers = used()
     before = states(layers)
     cast(layers)
@@ -240,6 +241,7 @@ def test_states_that_do_not_fit_are_refused_by_name() -> None:
 
 
 def test_idle_layers_do_not_roll_and_evaluation_changes_nothing() -> None:
+    """BUG-43, BUG-46."""
     layers = used()
     before = states(layers)
     layers[2](torch.ones(3, 48)).sum().backward()
@@ -340,6 +342,7 @@ def two_backward_passes(layers: nn.Module, through: Callable, x: Tensor) -> list
 )
 @pytest.mark.parametrize("lean", [False, True])
 def test_checkpointing_changes_no_bit_and_records_once(run: Callable, lean: bool) -> None:
+    """BUG-44."""
     recipe = DelayedScaling(amax_history_len=3, recompute_weight=lean)
     assert same(results(recompute, run, recipe), results(keep, run, recipe))
     nested = results(recompute_all_of_it_twice, run, recipe)
