@@ -143,7 +143,7 @@ def start(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
         "method": {
             **bench.timer.method(),
             "rounds": args.rounds,
-            "calls_per_run": {"layer": LOOP, "model": 1},
+            "calls_per_run": {"layer": LOOP, "model": 1, "step": 1},
             "runs_per_round": {
                 "layer": bench_core.RUNS,
                 "model": bench_model.RUNS,

@@ -25,7 +25,7 @@ struct Share {
 
 // Kernels may start while the one before them in the stream ends (programmatic dependent launch).
 // Until they have waited for that, they touch nothing that it may write, and write nothing at all.
-// All of them wait, so what is complete stays so further down the stream.
+// All that start so wait, so what is complete stays so further down the stream.
 __device__ inline void wait_for_last_kernel() {
 #if FP8LT_SM90
   cudaGridDependencySynchronize();
