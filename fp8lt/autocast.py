@@ -27,6 +27,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import sys
 import threading
 import types
 from collections import Counter
@@ -36,6 +37,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -95,8 +97,9 @@ class fp8_autocast(TorchFunctionMode):  # named as torch.autocast is
 
     def __enter__(self) -> "fp8_autocast":
         entered = self
-        if not _is_traced():
+        if not torch.compiler.is_dynamo_compiling():
             _Regions.watch()
+            _tell_compiler()
             entered = copy.copy(self)  # threads, and blocks within blocks, may share `self`
             entered.task = torch._C._current_graph_task_id()
         TorchFunctionMode.__enter__(entered)
@@ -128,8 +131,18 @@ class fp8_autocast(TorchFunctionMode):  # named as torch.autocast is
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if _is_traced():
+        # Asked for here, since by itself a function that asks may be compiled, and so say yes. Not
+        # `is_compiling`: that is true in all threads while one of them compiles.
+        if torch.compiler.is_dynamo_compiling():
             return self._traced(func, args, kwargs)
+        compiler = set_eval_frame(None)
+        try:
+            _tell_compiler()
+            return self._seen(func, args, kwargs)
+        finally:
+            set_eval_frame(compiler)
+
+    def _seen(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _thread.decided:  # by a context inside of this one
             return func(*args, **kwargs)
         if func is _LINEAR:
@@ -178,6 +191,8 @@ class fp8_autocast(TorchFunctionMode):  # named as torch.autocast is
                 "fp8lt: torch.compile hides what a checkpointed region, torch.cond or the like "
                 "calls from fp8_autocast: convert the model instead, or compile what is inside"
             )
+        if func is Tensor.unflatten:  # calls super(), which PyTorch 2.11 cannot trace from here
+            func = torch.unflatten
         return func(*args, **kwargs)
 
     def _traced_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -249,9 +264,22 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _is_traced() -> bool:
-    # Not `is_compiling`: that is true in all threads while one of them compiles.
-    return torch.compiler.is_dynamo_compiling()
+_compiler_knows = False
+
+
+def _tell_compiler() -> None:
+    """Have the methods that PyTorch calls by itself not compiled by themselves.
+
+    What a compiled function leaves to eager mode is run as it is, but the compiler looks at every
+    Python function that is called then. It would make a graph of each PyTorch function, and `stats`
+    would not see it.
+    """
+    global _compiler_knows
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported for this: it takes a second
+    if dynamo is not None and not _compiler_knows:
+        for method in (fp8_autocast.__enter__, fp8_autocast.__torch_function__):
+            dynamo.skip_code(method.__code__)
+        _compiler_knows = True
 
 
 @contextlib.contextmanager
