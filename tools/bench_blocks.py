@@ -5,6 +5,7 @@ value heads, SwiGLU, all projections separate and unfused, bf16 parameters.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -90,18 +91,15 @@ class Variant:
     context: Callable[[], Any] = contextlib.nullcontext
 
 
-def convert_fp8lt(model: nn.Module) -> Forward:
+def convert_fp8lt(model: nn.Module, recipe: str = "tensorwise", **options: Any) -> Forward:
     import fp8lt
 
-    return fp8lt.convert_to_float8_training(model)
+    scaling = dataclasses.replace(fp8lt.recipe.resolve(recipe), **options)
+    return fp8lt.convert_to_float8_training(model, config=scaling)
 
 
-def convert_fp8lt_lean(model: nn.Module) -> Forward:
-    import fp8lt
-
-    return fp8lt.convert_to_float8_training(
-        model, config=fp8lt.DynamicScaling(recompute_weight=True)
-    )
+convert_fp8lt_delayed = partial(convert_fp8lt, recipe="delayed")
+convert_fp8lt_lean = partial(convert_fp8lt, recompute_weight=True)
 
 
 def convert_scaled_mm(model: nn.Module) -> Forward:
@@ -136,6 +134,7 @@ def unchanged(model: nn.Module) -> Forward:
 VARIANTS = [
     Variant("bf16", "eager", unchanged),
     Variant("fp8lt", "eager", convert_fp8lt),
+    Variant("fp8lt-delayed", "eager", convert_fp8lt_delayed),
     Variant("fp8lt-recomputed", "eager", convert_fp8lt_lean),
     Variant("fp8lt-autotuned", "eager", convert_fp8lt, context=peers.autotuned),
     *(
@@ -144,6 +143,7 @@ VARIANTS = [
     ),
     Variant("bf16-compiled", "compiled", then_compile(unchanged)),
     Variant("fp8lt-compiled", "compiled", then_compile(convert_fp8lt)),
+    Variant("fp8lt-delayed-compiled", "compiled", then_compile(convert_fp8lt_delayed)),
     Variant("fp8lt-recomputed-compiled", "compiled", then_compile(convert_fp8lt_lean)),
     Variant("scaled_mm-compiled", "compiled", then_compile(convert_scaled_mm)),
     *(

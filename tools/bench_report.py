@@ -193,7 +193,8 @@ def mode_report(mode: str, result: Result) -> str:
     elif mode == "step":
         for case in unique(row["case"] for row in rows):
             mine = [row for row in rows if row["case"] == case]
-            blocks += [phase_table(mode, mine, "step"), backward_table(mine)]
+            blocks += [phase_table(mode, mine, "step"), model_parts_table(mine)]
+            blocks += [backward_table(mine)]
     else:
         blocks += [phase_table(mode, rows, phase) for phase in unique(r["phase"] for r in rows)]
     if "parts" in result:
