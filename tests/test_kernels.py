@@ -139,7 +139,7 @@ def matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-SHAPES = [(0, 5), (5, 0), (1, 1), (17, 33), (127, 129), (1, 300), (260, 520)]
+SHAPES = [(0, 5), (5, 0), (1, 1), (17, 33), (127, 129), (1, 300), (260, 520), (300, 900)]
 WANTED = [(True, True, torch.float32), (True, False, None), (False, True, torch.bfloat16)]
 
 

@@ -27,6 +27,63 @@ Persistent& persistent_workspace(const c10::cuda::CUDAStream& stream) {
   return (*found)[{stream.device_index(), stream.stream()}];
 }
 
+// Zeros for the launches that a capture takes of a stream. These follow each other and leave zeros,
+// so they share them, and nobody else does, whenever the graph runs: none needs a memset before it.
+// They are kept for life, as nothing says when a graph ends: a few bytes for each capture.
+class CapturedZeros {
+ public:
+  // Null where there is no memory.
+  static void* of(int device, cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long capture = 0;
+    check_cuda(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo");
+    static auto* const mutex = new std::mutex;  // never destroyed, as above
+    static auto* const all = new std::map<int, CapturedZeros>;
+    const std::lock_guard<std::mutex> lock(*mutex);
+    return (*all)[device].take({capture, stream});
+  }
+
+ private:
+  using Key = std::pair<unsigned long long, cudaStream_t>;
+  static constexpr size_t kBytes = Workspace::kZeroBytes, kPageBytes = 1 << 20;
+  static constexpr size_t kMostKept = 1024;  // of these few belong to a capture that goes on
+
+  void* take(const Key& key) {
+    const auto found = taken_.find(key);
+    if (found != taken_.end()) return found->second;
+    if (left_ == 0 && !add_page()) return nullptr;
+    if (taken_.size() >= kMostKept) taken_.clear();  // who comes again gets others
+    void* mine = next_;
+    next_ += kBytes;
+    left_ -= kBytes;
+    taken_.emplace(key, mine);
+    return mine;
+  }
+
+  bool add_page() {
+    const RelaxedCapture relaxed;
+    cudaStream_t stream = nullptr;  // what is done there is in no capture
+    void* page = nullptr;
+    const bool done = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess &&
+                      cudaMalloc(&page, kPageBytes) == cudaSuccess &&
+                      cudaMemsetAsync(page, 0, kPageBytes, stream) == cudaSuccess &&
+                      cudaStreamSynchronize(stream) == cudaSuccess;
+    if (stream != nullptr) cudaStreamDestroy(stream);
+    if (!done) {
+      cudaFree(page);
+      cudaGetLastError();
+      return false;
+    }
+    next_ = static_cast<char*>(page);
+    left_ = kPageBytes;
+    return true;
+  }
+
+  std::map<Key, void*> taken_;
+  char* next_ = nullptr;
+  size_t left_ = 0;
+};
+
 }  // namespace
 
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
@@ -54,9 +111,10 @@ Workspace::Workspace(const c10::cuda::CUDAStream& stream, size_t bytes, bool wan
   const auto zero = [&] {
     check_cuda(cudaMemsetAsync(zeros, 0, kZeroBytes, stream), "cudaMemsetAsync");
   };
+  const bool capturing = is_capturing(stream);
   // One handle stands for a stream of each thread.
   const bool is_one = stream.stream() != cudaStreamPerThread;
-  if (is_one && bytes <= kWorkspaceBytes && !is_capturing(stream)) {
+  if (is_one && bytes <= kWorkspaceBytes && !capturing) {
     Persistent& mine = persistent_workspace(stream);
     lock = std::unique_lock<std::mutex>(mine.mutex);
     zeros = mine.pointer;
@@ -71,13 +129,19 @@ Workspace::Workspace(const c10::cuda::CUDAStream& stream, size_t bytes, bool wan
       }
     }
   }
-  if (zeros == nullptr) {
-    const auto size = static_cast<int64_t>(kZeroBytes + bytes);
-    borrowed = empty({size}, at::ScalarType::Byte, stream.device());
-    zeros = borrowed.mutable_data_ptr();
-    if (wants_zeros) zero();
+  if (zeros != nullptr) {
+    pointer = static_cast<char*>(zeros) + kZeroBytes;
+    return;
   }
-  pointer = static_cast<char*>(zeros) + kZeroBytes;
+  const auto size = static_cast<int64_t>(kZeroBytes + bytes);
+  borrowed = empty({size}, at::ScalarType::Byte, stream.device());
+  pointer = static_cast<char*>(borrowed.mutable_data_ptr()) + kZeroBytes;
+  if (!wants_zeros) return;
+  if (capturing) zeros = CapturedZeros::of(stream.device_index(), stream);
+  if (zeros == nullptr) {
+    zeros = borrowed.mutable_data_ptr();
+    zero();
+  }
 }
 
 }  // namespace fp8lt

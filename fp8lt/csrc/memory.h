@@ -48,7 +48,7 @@ struct Workspace {
   void* pointer = nullptr;
   void* zeros = nullptr;  // kZeroBytes of them, where they are wanted: a launch leaves them so
   std::unique_lock<std::mutex> lock;
-  at::Tensor borrowed;  // inside a capture: the graph's own, from its pool; or larger than usual
+  at::Tensor borrowed;  // inside a capture, from the graph's pool; or of more than usual
 
   static constexpr size_t kZeroBytes = 256;
 

@@ -58,7 +58,7 @@ struct Quantize {
   void* sums;              // [cols] of x's columns, or null: not asked for; rows > 0
   RealType sums_type;      // what they are rounded to
   void* scratch;           // quantize_scratch_bytes, 16-byte aligned, of no other use until the end
-  uint32_t* counters;      // [kCounters] zero before and after, of no other use in between; delayed
+  uint32_t* counters;      // [kCounters] zero before and after, of no other use; kTensorwise
 };
 constexpr int kCounters = 5;
 

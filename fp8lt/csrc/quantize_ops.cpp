@@ -63,7 +63,7 @@ class Quantising {
 
   void run() {
     const auto stream = c10::cuda::getCurrentCUDAStream();
-    const bool counts = q.history.state != nullptr;
+    const bool counts = q.scaling == Scaling::kTensorwise;
     const Workspace workspace(stream, quantize_scratch_bytes(q), counts);
     static_assert(kCounters * sizeof(uint32_t) <= Workspace::kZeroBytes);
     q.scratch = workspace.pointer;

@@ -8,6 +8,10 @@
 // kernel with a grid-wide barrier is no faster (on an H200, within 2 % at 8192 x 4096 and
 // 8192 x 14336), and would have to wait until every other kernel has left the GPU.
 //
+// A matrix that fits into the shared memory of all multiprocessors is read once: one kernel, whose
+// blocks hold their tiles until all magnitudes are known. They wait for blocks that run, never for
+// one that has yet to start: whoever waits takes the work that nobody has taken.
+//
 // For a small matrix the host is the bottleneck, so it takes one kernel: a single cluster of
 // blocks, which the hardware starts together and can synchronise.
 
@@ -60,6 +64,121 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
   }
 }
 
+// What the blocks of a launch that hold their tiles tell each other. Zero at first; who ends last
+// makes it so again.
+struct Counters {
+  uint32_t largest;      // magnitude in x, its bits
+  uint32_t ended;        // blocks
+  uint32_t taken, done;  // groups of tiles: being read; read, and in `largest`
+};
+static_assert(sizeof(Counters) <= kCounters * sizeof(uint32_t));
+
+constexpr uint32_t kMostGroups = 1024;
+template <typename T>
+constexpr int kHeld = kHeldBytes / kTileBytes<T>;  // tiles of a group
+
+// A group that nobody has taken; `groups` when all have been read. One thread asks.
+__device__ inline uint32_t take_group(Counters* counters, uint32_t groups) {
+  while (load_acquire(&counters->done) < groups) {
+    if (load_acquire(&counters->taken) >= groups) continue;
+    const uint32_t group = atomicAdd(&counters->taken, 1);
+    if (group < groups) return group;
+  }
+  return groups;
+}
+
+// The largest magnitude of a group, from all threads' `largest` as add_magnitudes has it.
+template <typename T>
+__device__ void add_group(Counters* counters, uint32_t largest) {
+  largest = block_max(__float_as_uint(Bits<T>::widest(largest)));
+  if (threadIdx.x != 0) return;
+  atomicMax(&counters->largest, largest);
+  __threadfence();
+  atomicAdd(&counters->done, 1);
+}
+
+// Cast a tile into both layouts. Nobody reads `transpose` any more.
+template <typename T, Fp8Type kType>
+__device__ void cast_tile(const Quantize& q, const Patch<T>& patch, const Place& at,
+                          const TensorScale& scales, uint32_t* transpose) {
+  if (usually(at.interior)) {
+    cast_patch<T, kType, true>(q, patch, at, scales, transpose);
+    __syncthreads();
+    if (q.data_t != nullptr) store_columns<true>(q, at, transpose);
+  } else {
+    cast_patch<T, kType, false>(q, patch, at, scales, transpose);
+    __syncthreads();
+    if (q.data_t != nullptr) store_columns<false>(q, at, transpose);
+  }
+}
+
+// As many groups of tiles as blocks. A block holds the first that it takes, and seldom gets another.
+template <typename T, Fp8Type kType>
+__global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
+    held_kernel(const Quantize q, const Grid grid) {
+  __shared__ uint32_t taken, others[kMostGroups / 32];  // a bit for each other group taken
+  Counters* const counters = reinterpret_cast<Counters*>(q.counters);
+  const Share share{blockIdx.x, gridDim.x};
+  const uint32_t groups = share.blocks;
+  uint4* const places = dynamic_shared_memory();
+  const auto place = [&](int i) { return places + i * (kTileBytes<T> / 16); };
+  uint32_t* const transpose = reinterpret_cast<uint32_t*>(place(kHeld<T>));
+
+  wait_for_last_kernel();
+  if (threadIdx.x == 0) taken = atomicAdd(&counters->taken, 1);
+  for (int i = threadIdx.x; i < kMostGroups / 32; i += kThreads) others[i] = 0;
+  __syncthreads();
+  const uint32_t own = taken;
+  const int held = own < groups ? Walk(grid.tiles, {own, groups}).count : 0;
+  const Walk walk(grid.tiles, {min(own, groups - 1), groups});
+  for (int i = 0; i < held; ++i) fetch<T>(q, grid, walk.tile(i), place(i));
+  __pipeline_commit();
+  receive_all();
+  if (held > 0) {
+    uint32_t largest = 0;
+    for (int i = 0; i < held; ++i) largest = add_patch(largest, patch_in<T>(place(i)));
+    add_group<T>(counters, largest);
+  }
+  bool took_more = false;
+  for (;;) {
+    __syncthreads();  // `taken` was read
+    if (threadIdx.x == 0) taken = take_group(counters, groups);
+    __syncthreads();
+    const uint32_t group = taken;
+    if (usually(group >= groups)) break;
+    took_more = true;
+    if (threadIdx.x == 0) others[group / 32] |= 1u << group % 32;
+    const Walk rest(grid.tiles, {group, groups});
+    uint32_t largest = 0;
+    for (int i = 0; i < rest.count; ++i) {
+      largest = add_patch(largest, load_patch<T>(q, grid, place_of(q, grid, rest.tile(i))));
+    }
+    add_group<T>(counters, largest);
+  }
+
+  const float scale =
+      scale_of<kType>(__uint_as_float(load_acquire(&counters->largest)), q.power_of_two);
+  const TensorScale scales{scale};
+  write_scale_inv(q, share, scale);
+  let_next_kernel_start();
+  for (int i = 0; i < held; ++i) {
+    // The tile before this one has been taken from its place, by the barrier in its cast.
+    uint32_t* const free = i == 0 ? transpose : reinterpret_cast<uint32_t*>(place(i - 1));
+    cast_tile<T, kType>(q, patch_in<T>(place(i)), place_of(q, grid, walk.tile(i)), scales, free);
+  }
+  for (uint32_t group = 0; took_more && group < groups; ++group) {
+    if ((others[group / 32] >> group % 32 & 1) == 0) continue;
+    const Walk rest(grid.tiles, {group, groups});
+    for (int i = 0; i < rest.count; ++i) {
+      const Place at = place_of(q, grid, rest.tile(i));
+      const Patch<T> patch = load_patch<T>(q, grid, at);
+      __syncthreads();  // the columns before were stored
+      cast_tile<T, kType>(q, patch, at, scales, transpose);
+    }
+  }
+  if (is_last_block(&counters->ended, share) && threadIdx.x == 0) *counters = {};
+}
+
 // A block's share of x is read once: it stays in shared memory, kPlaces tiles, or in registers, one
 // step of rows.
 template <typename T, Fp8Type kType>
@@ -77,13 +196,9 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
   uint32_t largest = 0;
   if (needs_tiles(q)) {
     fetch_first<T>(q, grid, walk, shared);
-    __pipeline_wait_prior(0);
+    receive_all();
     for (int i = 0; i < walk.count; ++i) {
-      const Patch<T> patch = receive<T>(shared.places + i * (kTileBytes<T> / 16));
-#pragma unroll
-      for (int l = 0; l < kPatchRows * kLines<T>; ++l) {
-        largest = add_magnitudes<T>(largest, patch.lines[l / kLines<T>][l % kLines<T>]);
-      }
+      largest = add_patch(largest, patch_in<T>(shared.places + i * (kTileBytes<T> / 16)));
     }
   } else {
     rows.load(share.block, lines);
@@ -119,6 +234,7 @@ cudaError_t launch_tensorwise(const Quantize& q, cudaStream_t stream) {
   static Gpus gpus;
   const Gpu* gpu = nullptr;
   cudaError_t status = gpus.current({reinterpret_cast<const void*>(cast_kernel<T, kType>),
+                                     reinterpret_cast<const void*>(held_kernel<T, kType>),
                                      reinterpret_cast<const void*>(cluster_kernel<T, kType>)},
                                     &gpu);
   if (status != cudaSuccess) return status;
@@ -131,6 +247,7 @@ cudaError_t launch_tensorwise(const Quantize& q, cudaStream_t stream) {
   const int64_t lines = padded(q.rows) * padded(q.cols) / kPatchCols;
   constexpr int64_t kStep = kThreads * RowSteps<T>::kUnroll;
   const int64_t work = needs_tiles(q) ? grid.tiles : (lines + kStep - 1) / kStep;
+  const int64_t groups = gpu->blocks(work, kCastBlocksPerSm);
   if (gpu->sm90 && work <= kCluster * (needs_tiles(q) ? kPlaces<T> : 1)) {
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
@@ -138,6 +255,9 @@ cudaError_t launch_tensorwise(const Quantize& q, cudaStream_t stream) {
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     status = launch(cluster_kernel<T, kType>, kCluster, shared_bytes, stream, &cluster, q, grid,
                     tile_sums);
+  } else if (gpu->holds && needs_tiles(q) && q.sums == nullptr && grid.tiles > 0 &&
+             groups <= kMostGroups && work <= groups * kHeld<T>) {
+    status = launch_early(*gpu, held_kernel<T, kType>, groups, kSharedBytesHeld, stream, q, grid);
   } else {
     const int64_t vectors = q.rows * q.cols / (kThreads * 16 / sizeof(T));
     const int64_t amax_blocks = std::min<int64_t>(gpu->blocks(vectors, kAmaxBlocksPerSm),
