@@ -83,7 +83,7 @@ def test_native_bytes_equal_emulated_over_every_bf16_pattern(fp8: torch.dtype) -
 @pytest.mark.parametrize(
     "shape",
     [(0, 0), (0, 5), (5, 0), (1, 1), (1, 4096), (4096, 1), (3, 15), (16, 16), (17, 33), (127, 129),
-     (128, 128), (129, 256), (100, 1027), (1000, 1000), (4099, 1024), (2048, 8200)],
+     (128, 128), (129, 256), (100, 1027), (1000, 1000), (4099, 1024), (2500, 4100), (2048, 8200)],
 )  # fmt: skip
 def test_native_bytes_equal_emulated(
     shape: tuple[int, int], dtype: torch.dtype, fp8: torch.dtype
@@ -95,6 +95,47 @@ def test_native_bytes_equal_emulated(
         assert got.data.is_contiguous(), layout
         lean = ops.quantize_tensorwise(to_gpu(view), fp8, power_of_two=True)
         assert_same(lean, ops.quantize_tensorwise(x, fp8, power_of_two=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2048, 2048), (2500, 4100), (2048, 8200)])
+def test_a_quantise_that_shares_the_gpu_is_right(shape: tuple[int, int]) -> None:
+    """Blocks of a kernel that holds its tiles may start late, or after others have ended."""
+    x = randn(*shape, on=torch.device("cuda"), dtype=torch.bfloat16)
+    want = ops.quantize_tensorwise(x, E4M3)
+    others = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    torch.cuda.synchronize()
+    for i in range(60):
+        with torch.cuda.stream(others[i % 3]):
+            if i % 3 == 0:
+                torch.mm(x.t(), x)
+            else:
+                results.append(ops.quantize_tensorwise(x, E4M3))
+    torch.cuda.synchronize()
+    for got in results:
+        assert_same(got, want)
+
+
+@pytest.mark.gpu
+def test_graphs_share_no_counters() -> None:
+    on = torch.device("cuda")
+    xs = [randn(2048, 2048, on=on, dtype=torch.bfloat16, seed=i) for i in range(4)]
+    want = [ops.quantize_tensorwise(x, E4M3) for x in xs]
+    graphs = []
+    for i in (0, 2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = [ops.quantize_tensorwise(x, E4M3) for x in xs[i : i + 2]]
+        graphs.append((graph, torch.cuda.Stream(), made, want[i : i + 2]))
+    for _ in range(20):
+        for graph, stream, _, _ in graphs:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for _, _, made, wanted in graphs:
+        for got, expected in zip(made, wanted, strict=True):
+            assert_same(got, expected)
 
 
 @pytest.mark.gpu
