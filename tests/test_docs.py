@@ -143,6 +143,19 @@ def test_the_speed_of_a_model_in_the_readme_is_that_recorded() -> None:
     ]
 
 
+def test_the_speed_of_a_training_step_in_the_readme_is_that_recorded() -> None:
+    result = recorded("bench_model_h200.json", "step")
+    assert table(f"training step, {result['parameters'] / 1e9:.2f} B parameters")[1:] == [
+        [
+            f"`{r['contender']}`",
+            f"{r['us'] / 1e3:.1f}",
+            f"{r['ratio']:.2f}x",
+            f"{r['backward_gemms_ratio']:.2f}x" if r["backward_gemms_ratio"] else "-",
+        ]
+        for r in result["rows"]
+    ]
+
+
 # ---------------------------------------------------------------------------------------- recipes
 
 
