@@ -45,7 +45,7 @@ class Quantize(ctypes.Structure):
         ("scale_inv_t", ctypes.c_void_p), ("scale_count", ctypes.c_int64),
         ("fold_cols", ctypes.c_void_p), ("fold_rows", ctypes.c_void_p),
         ("sums", ctypes.c_void_p), ("sums_type", ctypes.c_int), ("scratch", ctypes.c_void_p),
-        ("counters", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p), ("zeros", ctypes.c_void_p), ("next_zeros", ctypes.c_void_p),
     )  # fmt: skip
 
 

@@ -10,12 +10,16 @@
 #include "gemm.h"
 
 namespace fp8lt {
-namespace {
 
 struct Persistent {
   std::mutex mutex;
-  void* pointer = nullptr;
+  char* pointer = nullptr;  // zeros, two pieces of kTurnBytes, and scratch memory
+  bool is_odd = false;      // whether the second piece is the one that is zero
 };
+
+namespace {
+
+constexpr size_t kKeptBytes = Workspace::kZeroBytes + 2 * Workspace::kTurnBytes;
 
 // Scratch memory of all kernels: one per stream, for life, since streams that run side by side must
 // not share it. It does not come from torch's allocator, which may be lending out the memory pool
@@ -25,6 +29,18 @@ Persistent& persistent_workspace(const c10::cuda::CUDAStream& stream) {
   static auto* const found = new std::map<std::pair<int, cudaStream_t>, Persistent>;
   const std::lock_guard<std::mutex> lock(*mutex);
   return (*found)[{stream.device_index(), stream.stream()}];
+}
+
+// Null where there is no memory: torch may hold it all.
+char* new_workspace(cudaStream_t stream) {
+  const RelaxedCapture relaxed;
+  void* made = nullptr;
+  if (cudaMalloc(&made, kKeptBytes + kWorkspaceBytes) != cudaSuccess) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  check_cuda(cudaMemsetAsync(made, 0, kKeptBytes, stream), "cudaMemsetAsync");
+  return static_cast<char*>(made);
 }
 
 // Zeros for the launches that a capture takes of a stream. These follow each other and leave zeros,
@@ -108,30 +124,19 @@ RelaxedCapture::RelaxedCapture() {
 RelaxedCapture::~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
 
 Workspace::Workspace(const c10::cuda::CUDAStream& stream, size_t bytes, bool wants_zeros) {
-  const auto zero = [&] {
-    check_cuda(cudaMemsetAsync(zeros, 0, kZeroBytes, stream), "cudaMemsetAsync");
-  };
   const bool capturing = is_capturing(stream);
   // One handle stands for a stream of each thread.
   const bool is_one = stream.stream() != cudaStreamPerThread;
   if (is_one && bytes <= kWorkspaceBytes && !capturing) {
     Persistent& mine = persistent_workspace(stream);
     lock = std::unique_lock<std::mutex>(mine.mutex);
-    zeros = mine.pointer;
-    if (zeros == nullptr) {
-      const RelaxedCapture relaxed;
-      if (cudaMalloc(&zeros, kZeroBytes + kWorkspaceBytes) == cudaSuccess) {
-        zero();
-        mine.pointer = zeros;
-      } else {
-        zeros = nullptr;
-        cudaGetLastError();  // torch may hold all memory: then it is asked
-      }
+    if (mine.pointer == nullptr) mine.pointer = new_workspace(stream);
+    if (mine.pointer != nullptr) {
+      persistent_ = &mine;
+      zeros = mine.pointer;
+      pointer = mine.pointer + kKeptBytes;
+      return;
     }
-  }
-  if (zeros != nullptr) {
-    pointer = static_cast<char*>(zeros) + kZeroBytes;
-    return;
   }
   const auto size = static_cast<int64_t>(kZeroBytes + bytes);
   borrowed = empty({size}, at::ScalarType::Byte, stream.device());
@@ -140,8 +145,22 @@ Workspace::Workspace(const c10::cuda::CUDAStream& stream, size_t bytes, bool wan
   if (capturing) zeros = CapturedZeros::of(stream.device_index(), stream);
   if (zeros == nullptr) {
     zeros = borrowed.mutable_data_ptr();
-    zero();
+    check_cuda(cudaMemsetAsync(zeros, 0, kZeroBytes, stream), "cudaMemsetAsync");
   }
+}
+
+std::pair<void*, void*> Workspace::turn() {
+  if (persistent_ == nullptr) return {nullptr, nullptr};
+  char* const first = persistent_->pointer + kZeroBytes;
+  char* const second = first + kTurnBytes;
+  persistent_->is_odd = !persistent_->is_odd;
+  return persistent_->is_odd ? std::pair<void*, void*>(first, second)
+                             : std::pair<void*, void*>(second, first);
+}
+
+void Workspace::clear_turns(cudaStream_t stream) {
+  if (persistent_ == nullptr) return;
+  cudaMemsetAsync(persistent_->pointer + kZeroBytes, 0, 2 * kTurnBytes, stream);
 }
 
 }  // namespace fp8lt

@@ -112,7 +112,7 @@ __device__ void cast_tile(const Quantize& q, const Patch<T>& patch, const Place&
   }
 }
 
-// As many groups of tiles as blocks. A block holds the first that it takes, and seldom gets another.
+// As many groups of tiles as blocks. A block holds the first it takes, and seldom gets another.
 template <typename T, Fp8Type kType>
 __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
     held_kernel(const Quantize q, const Grid grid) {
