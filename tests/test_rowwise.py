@@ -201,7 +201,9 @@ def test_an_emulated_call_on_any_device_equals_the_cpu_operator(on: torch.device
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", FP8)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, (4099, 520), (520, 4099), (64, 20000)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (4099, 520), (520, 4099), (64, 20000), (66000, 24)], ids=str
+)
 def test_native_bytes_equal_emulated(
     shape: tuple[int, int], dtype: torch.dtype, fp8: torch.dtype
 ) -> None:

@@ -2,15 +2,15 @@
 //
 //   scale = FP8_MAX / max(amax, 1e-12)    data[r, c] = data_t[c, r] = sat(x[r, c] * scale)
 //
-// Every element is needed twice, with all of x in between. A large matrix takes two kernels. The
-// second may start while the first ends (programmatic dependent launch), with its first tiles on
-// their way; and it goes backwards, so that it begins with what the first has left in L2. One
-// kernel with a grid-wide barrier is no faster (on an H200, within 2 % at 8192 x 4096 and
-// 8192 x 14336), and would have to wait until every other kernel has left the GPU.
+// Every element is needed twice, with all of x in between. A block holds as many of its tiles in
+// shared memory as there is room for, until all magnitudes are known: of all blocks together that
+// is a matrix of 13 M elements on an H200. It reads the rest again, the latest first, so that L2
+// still has it. It waits for blocks that run, never for one that has yet to start: whoever waits
+// takes the work that nobody has taken. So it needs no GPU for itself, as a cooperative one does.
 //
-// A matrix that fits into the shared memory of all multiprocessors is read once: one kernel, whose
-// blocks hold their tiles until all magnitudes are known. They wait for blocks that run, never for
-// one that has yet to start: whoever waits takes the work that nobody has taken.
+// There is no room beside sums of columns, nor on most other GPUs, and f32 would take twice as much.
+// Then, or without data_t, one kernel takes the amax, and another casts, backwards. It may
+// start while the first ends (programmatic dependent launch), with its first tiles on their way.
 //
 // For a small matrix the host is the bottleneck, so it takes one kernel: a single cluster of
 // blocks, which the hardware starts together and can synchronise.
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
   }
 }
 
-// What the blocks of a launch that hold their tiles tell each other. Zero at first; who ends last
+// What the blocks of a launch that holds tiles tell each other. Zero at first; who ends last
 // makes it so again.
 struct Counters {
   uint32_t largest;      // magnitude in x, its bits
@@ -75,7 +75,9 @@ static_assert(sizeof(Counters) <= kCounters * sizeof(uint32_t));
 
 constexpr uint32_t kMostGroups = 1024;
 template <typename T>
-constexpr int kHeld = kHeldBytes / kTileBytes<T>;  // tiles of a group
+constexpr bool kHolds = sizeof(T) == 2;
+template <typename T>
+constexpr int kHeld = kHeldBytes / kTileBytes<T>;  // tiles of a block
 
 // A group that nobody has taken; `groups` when all have been read. One thread asks.
 __device__ inline uint32_t take_group(Counters* counters, uint32_t groups) {
@@ -112,30 +114,36 @@ __device__ void cast_tile(const Quantize& q, const Patch<T>& patch, const Place&
   }
 }
 
-// As many groups of tiles as blocks. A block holds the first it takes, and seldom gets another.
+// As many groups of tiles as blocks. Of the first group that it takes a block holds what it can; it
+// seldom gets another.
 template <typename T, Fp8Type kType>
 __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
-    held_kernel(const Quantize q, const Grid grid) {
+    holding_kernel(const Quantize q, const Grid grid) {
   __shared__ uint32_t taken, others[kMostGroups / 32];  // a bit for each other group taken
   Counters* const counters = reinterpret_cast<Counters*>(q.counters);
   const Share share{blockIdx.x, gridDim.x};
   const uint32_t groups = share.blocks;
   uint4* const places = dynamic_shared_memory();
-  const auto place = [&](int i) { return places + i * (kTileBytes<T> / 16); };
-  uint32_t* const transpose = reinterpret_cast<uint32_t*>(place(kHeld<T>));
+  const auto place = [&](int i) { return places + i % kHeld<T> * (kTileBytes<T> / 16); };
+  uint32_t* const transpose =
+      reinterpret_cast<uint32_t*>(places + kHeld<T> * (kTileBytes<T> / 16));
 
   wait_for_last_kernel();
   if (threadIdx.x == 0) taken = atomicAdd(&counters->taken, 1);
   for (int i = threadIdx.x; i < kMostGroups / 32; i += kThreads) others[i] = 0;
   __syncthreads();
-  const uint32_t own = taken;
-  const int held = own < groups ? Walk(grid.tiles, {own, groups}).count : 0;
-  const Walk walk(grid.tiles, {min(own, groups - 1), groups});
+  const bool has_own = taken < groups;
+  const Walk walk(grid.tiles, {min(taken, groups - 1), groups});
+  const int count = has_own ? walk.count : 0;
+  const int held = min(count, kHeld<T>);
   for (int i = 0; i < held; ++i) fetch<T>(q, grid, walk.tile(i), place(i));
   __pipeline_commit();
-  receive_all();
-  if (held > 0) {
+  if (has_own) {
     uint32_t largest = 0;
+    for (int i = held; i < count; ++i) {
+      largest = add_patch(largest, load_patch<T>(q, grid, place_of(q, grid, walk.tile(i))));
+    }
+    receive_all();
     for (int i = 0; i < held; ++i) largest = add_patch(largest, patch_in<T>(place(i)));
     add_group<T>(counters, largest);
   }
@@ -161,10 +169,14 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
   const TensorScale scales{scale};
   write_scale_inv(q, share, scale);
   let_next_kernel_start();
-  for (int i = 0; i < held; ++i) {
-    // The tile before this one has been taken from its place, by the barrier in its cast.
-    uint32_t* const free = i == 0 ? transpose : reinterpret_cast<uint32_t*>(place(i - 1));
-    cast_tile<T, kType>(q, patch_in<T>(place(i)), place_of(q, grid, walk.tile(i)), scales, free);
+  const auto tile = [&](int i) { return walk.tile(i < held ? i : count - 1 - (i - held)); };
+  for (int i = 0; i < count; ++i) {
+    wait_for_copies<kHeld<T> - 1>();
+    const Patch<T> patch = patch_in<T>(place(i));
+    if (i + kHeld<T> < count) fetch<T>(q, grid, tile(i + kHeld<T>), place(i));
+    __pipeline_commit();
+    __syncthreads();  // the columns of the tile before were stored
+    cast_tile<T, kType>(q, patch, place_of(q, grid, tile(i)), scales, transpose);
   }
   for (uint32_t group = 0; took_more && group < groups; ++group) {
     if ((others[group / 32] >> group % 32 & 1) == 0) continue;
@@ -172,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
     for (int i = 0; i < rest.count; ++i) {
       const Place at = place_of(q, grid, rest.tile(i));
       const Patch<T> patch = load_patch<T>(q, grid, at);
-      __syncthreads();  // the columns before were stored
+      __syncthreads();
       cast_tile<T, kType>(q, patch, at, scales, transpose);
     }
   }
@@ -227,6 +239,16 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
 #endif
 }
 
+// The kernel that holds tiles; for f32, which never does, any.
+template <typename T, Fp8Type kType>
+constexpr auto holding() {
+  if constexpr (kHolds<T>) {
+    return holding_kernel<T, kType>;
+  } else {
+    return holding_kernel<__nv_bfloat16, kType>;
+  }
+}
+
 // ------------------------------------------------------------------------------------ launch
 
 template <typename T, Fp8Type kType>
@@ -234,7 +256,7 @@ cudaError_t launch_tensorwise(const Quantize& q, cudaStream_t stream) {
   static Gpus gpus;
   const Gpu* gpu = nullptr;
   cudaError_t status = gpus.current({reinterpret_cast<const void*>(cast_kernel<T, kType>),
-                                     reinterpret_cast<const void*>(held_kernel<T, kType>),
+                                     reinterpret_cast<const void*>(holding<T, kType>()),
                                      reinterpret_cast<const void*>(cluster_kernel<T, kType>)},
                                     &gpu);
   if (status != cudaSuccess) return status;
@@ -247,7 +269,7 @@ cudaError_t launch_tensorwise(const Quantize& q, cudaStream_t stream) {
   const int64_t lines = padded(q.rows) * padded(q.cols) / kPatchCols;
   constexpr int64_t kStep = kThreads * RowSteps<T>::kUnroll;
   const int64_t work = needs_tiles(q) ? grid.tiles : (lines + kStep - 1) / kStep;
-  const int64_t groups = gpu->blocks(work, kCastBlocksPerSm);
+  const int64_t blocks = gpu->blocks(work, kCastBlocksPerSm);
   if (gpu->sm90 && work <= kCluster * (needs_tiles(q) ? kPlaces<T> : 1)) {
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
@@ -255,18 +277,17 @@ cudaError_t launch_tensorwise(const Quantize& q, cudaStream_t stream) {
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     status = launch(cluster_kernel<T, kType>, kCluster, shared_bytes, stream, &cluster, q, grid,
                     tile_sums);
-  } else if (gpu->holds && needs_tiles(q) && q.sums == nullptr && grid.tiles > 0 &&
-             groups <= kMostGroups && work <= groups * kHeld<T>) {
-    status = launch_early(*gpu, held_kernel<T, kType>, groups, kSharedBytesHeld, stream, q, grid);
+  } else if (kHolds<T> && gpu->holds && needs_tiles(q) && q.sums == nullptr && grid.tiles > 0) {
+    status = launch_early(*gpu, holding<T, kType>(), std::min<int64_t>(blocks, kMostGroups),
+                          kSharedBytesHeld, stream, q, grid);
   } else {
     const int64_t vectors = q.rows * q.cols / (kThreads * 16 / sizeof(T));
     const int64_t amax_blocks = std::min<int64_t>(gpu->blocks(vectors, kAmaxBlocksPerSm),
                                                   kAmaxBlocks);
     status = launch_early(*gpu, amax_kernel<T>, amax_blocks, 0, stream, q, partial);
     if (status != cudaSuccess) return status;
-    status = launch_early(*gpu, cast_kernel<T, kType>, gpu->blocks(work, kCastBlocksPerSm),
-                          shared_bytes, stream, q, grid, tile_sums, partial,
-                          static_cast<int>(amax_blocks));
+    status = launch_early(*gpu, cast_kernel<T, kType>, blocks, shared_bytes, stream, q, grid,
+                          tile_sums, partial, static_cast<int>(amax_blocks));
   }
   return status != cudaSuccess ? status : launch_sums(q, *gpu, grid, tile_sums, stream);
 }
