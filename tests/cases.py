@@ -4,6 +4,7 @@ import itertools
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -173,3 +174,19 @@ RunPython = Callable[..., subprocess.CompletedProcess]  # the fixture `run_pytho
 needs_toolchain = pytest.mark.skipif(
     missing_toolchain() is not None, reason=f"no toolchain: {missing_toolchain()}"
 )
+
+
+def run_aside(function: Callable[[], object]) -> threading.Event:
+    """Run it in a thread that never ends, and return what is set when it has run.
+
+    PyTorch 2.11 crashes where anything is compiled after a thread that compiled has ended.
+    """
+    done = threading.Event()
+
+    def run() -> None:
+        function()
+        done.set()
+        threading.Event().wait()
+
+    threading.Thread(target=run, daemon=True).start()
+    return done

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import RunPython, randn
+from cases import RunPython, randn, run_aside
 from contexts import CPU, assert_equal, converted, model, steps
 from torch import Tensor, nn
 
@@ -232,24 +232,23 @@ def test_who_has_wrapped_f_linear_is_heard_and_rerouted(monkeypatch: pytest.Monk
 def test_other_threads_may_compile_meanwhile() -> None:
     plain, x = model(), randn(7, 48, on=CPU, dtype=torch.float32)
     fp8, high, double = converted(plain)(x), plain(x), copy.deepcopy(plain).double()
-    compiling, done = threading.Event(), threading.Event()
+    compiling, go_on = threading.Event(), threading.Event()
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
         compiling.set()
-        done.wait(30)
+        go_on.wait(30)
         return graph.forward
 
-    other = threading.Thread(target=torch.compile(lambda: x.sin() + 1, backend=backend))
     context = fp8lt.fp8_autocast()
     before = fp8lt.fp8_autocast(enabled=False).__enter__()
-    other.start()
+    compiled = run_aside(torch.compile(lambda: x.sin() + 1, backend=backend))
     assert compiling.wait(30)
     before.__exit__(None, None, None)
     with context:
         assert torch.equal(plain(x), fp8)
         assert torch.equal(double(x.double()), double(x.double()))
-        done.set()
-        other.join()
+        go_on.set()
+        assert compiled.wait(30)
         assert torch.equal(plain(x), fp8)
     assert torch.equal(plain(x), high)
 

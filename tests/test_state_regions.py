@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cases import run_aside
 from delayed_models import RECIPE, batch, model, same, states
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -145,17 +146,16 @@ def test_compiled_code_leaves_a_region_in_eager_mode() -> None:
 def test_another_thread_may_compile_meanwhile() -> None:
     """Its compiling must not look like ours: a region would be refused, or not be recorded."""
     layer = fp8lt.Linear(8, 8, recipe="delayed")
-    compiling, done = threading.Event(), threading.Event()
+    compiling, go_on = threading.Event(), threading.Event()
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
         compiling.set()
-        done.wait(30)
+        go_on.wait(30)
         return graph.forward
 
-    other = threading.Thread(target=torch.compile(lambda: torch.ones(2).sin(), backend=backend))
-    other.start()
+    compiled = run_aside(torch.compile(lambda: torch.ones(2).sin(), backend=backend))
     assert compiling.wait(30)
     checkpoint(layer, torch.ones(2, 8), use_reentrant=False).sum().backward()
-    done.set()
-    other.join()
+    go_on.set()
+    assert compiled.wait(30)
     assert layer.fp8_state[:, -2].tolist() == [1.0, 1.0, 1.0]  # one entry each
