@@ -22,6 +22,7 @@ import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -128,14 +129,21 @@ def _load() -> Path:
     cache = _cache_dir()
     key = cache_key(_sources(), json.dumps(spec, sort_keys=True), _versions(tools))
     library = cache / key / "fp8lt.so"
+
+    def build() -> Path:
+        with _locked(cache / f"{key}.lock") as alone:
+            if _is_intact(library):  # another process has built it meanwhile
+                return library
+            return _build(tools, spec, library.parent, alone)
+
     if not _is_intact(library):
-        with _locked(cache / f"{key}.lock"):
-            if not _is_intact(library):  # another process may have built it meanwhile
-                shutil.rmtree(library.parent, ignore_errors=True)
-                _build(tools, spec, library.parent)
-    try:
-        torch.ops.load_library(str(library))
-    except OSError as error:
+        library = build()
+        error = _why_not_loaded(library)
+    elif error := _why_not_loaded(library):  # made where another C library is, say
+        _digest_file(library).unlink(missing_ok=True)
+        library = build()
+        error = _why_not_loaded(library)
+    if error:
         raise BuildError(f"the compiled extension {library} does not load: {error}") from error
     compiled, loaded = torch.ops.fp8lt.cublaslt_versions()
     if compiled // 10000 != loaded // 10000:
@@ -143,6 +151,14 @@ def _load() -> Path:
             f"compiled with cuBLASLt {compiled}'s header, but torch has loaded version {loaded}"
         )
     return library
+
+
+def _why_not_loaded(library: Path) -> OSError | None:
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        return error
+    return None
 
 
 def _python_module(library: Path) -> ModuleType | None:
@@ -218,12 +234,15 @@ def _arch_number(arch: str) -> tuple[int, int]:
     return (int(number.group(1)), int(number.group(2))) if number else (0, 0)
 
 
-def _build(tools: Toolchain, spec: dict[str, object], target: Path) -> None:
-    """Compile into a private folder beside `target` and rename it to `target`."""
-    # Builders of this machine that were killed: we hold the lock, so nobody is at work there.
+def _build(tools: Toolchain, spec: dict[str, object], target: Path, alone: bool) -> Path:
+    """Compile into a private folder beside `target`, rename it to `target`, return the library.
+
+    alone: no other process of this machine is at work there.
+    """
     prefix = f"{target.name}.build-{platform.node()}-"
-    for leftover in target.parent.glob(f"{glob.escape(prefix)}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    if alone:  # of builders that were killed
+        for leftover in target.parent.glob(f"{glob.escape(prefix)}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     arch = architectures()
     say(
@@ -252,11 +271,24 @@ def _build(tools: Toolchain, spec: dict[str, object], target: Path) -> None:
     _digest_file(work / "fp8lt.so").write_text(_digest(work / "fp8lt.so"))
     for intermediate in (*work.glob("*.o"), *work.glob(".ninja*"), work / "libcudart.so"):
         intermediate.unlink()
-    # Fails if another machine, on a shared disk where the lock does not reach, was faster: fine.
-    with contextlib.suppress(OSError):
-        work.rename(target)
-    shutil.rmtree(work, ignore_errors=True)
     say(f"compiled in {time.monotonic() - start:.0f} s")
+    return _publish(work, target)
+
+
+def _publish(work: Path, target: Path) -> Path:
+    """Rename the folder to `target` and return the library to load.
+
+    Others may have been faster, where the lock does not reach: another machine on a shared disk.
+    """
+    for _ in range(2):
+        with contextlib.suppress(OSError):
+            work.rename(target)
+            return target / "fp8lt.so"
+        if _is_intact(target / "fp8lt.so"):
+            shutil.rmtree(work, ignore_errors=True)
+            return target / "fp8lt.so"
+        shutil.rmtree(target, ignore_errors=True)  # damaged
+    return work / "fp8lt.so"  # what is there cannot be seen from here yet
 
 
 def _run_child(spec: str, env: dict[str, str], work: Path, log: Path) -> int:
@@ -326,10 +358,13 @@ def _cache_dir() -> Path:
     tried = [Path(asked).expanduser()] if asked else []
     tried += [Path(torch_dir) / "fp8lt"] if torch_dir else []
     tried += [Path(home).expanduser() / "fp8lt"]
+    for_all = Path(tempfile.gettempdir()) / f"fp8lt-{os.getuid()}"
     failures = []
-    for folder in tried:
+    for folder in (*tried, for_all):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if folder is for_all:
+                _check_ours(folder)
             with tempfile.TemporaryFile(dir=folder):
                 return folder.resolve()
         except (OSError, RuntimeError) as error:  # expanduser: no home at all
@@ -340,17 +375,30 @@ def _cache_dir() -> Path:
     )
 
 
+def _check_ours(folder: Path) -> None:
+    """Raise OSError unless it is a folder that nobody else can write to: code is loaded from it."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder that this user alone may use")
+
+
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold the lock of this machine; False where the file system has none."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say(f"waiting for another process that compiles the extension (lock: {path})")
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: build beside others, the first rename wins
-            pass
-        yield
+        except OSError:
+            yield False  # build beside others, the first rename wins
+            return
+        try:
+            yield True
+        finally:
+            # Not by closing: what was forked meanwhile has the file open, too, and would hold it.
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def say(text: str) -> None:

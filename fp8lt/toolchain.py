@@ -5,11 +5,14 @@ cuBLASLt and the CUDA runtime that the extension is linked to are always the cop
 loaded, so that a process never holds two.
 """
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -146,16 +149,17 @@ def loaded_library(name: str) -> Path:
 
 
 def _ninja_dir() -> Path:
-    spec = importlib.util.find_spec("ninja")
-    if spec is not None:  # its executable may not be on PATH: a venv that is not activated
-        import ninja
-
-        if (Path(ninja.BIN_DIR) / "ninja").exists():
-            return Path(ninja.BIN_DIR)
-    on_path = shutil.which("ninja")
-    if on_path is None:
+    # The executable may not be on PATH: a venv that is not activated.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("ninja") or ():
+            executable = Path(str(file.locate()))
+            if file.name == "ninja" and os.access(executable, os.X_OK) and executable.is_file():
+                return executable.resolve().parent
+    folders = [os.environ.get("PATH", os.defpath), os.path.join(sys.prefix, "bin")]  # conda's
+    found = shutil.which("ninja", path=os.pathsep.join(folders))
+    if found is None:
         raise ToolchainError("ninja is missing. Run: pip install ninja")
-    return Path(on_path).parent
+    return Path(found).parent
 
 
 def _output(command: list[str]) -> str:

@@ -5,6 +5,7 @@ It needs a CUDA build of torch and an nvcc, and is skipped, with the reason, whe
 
 import re
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
@@ -127,9 +128,10 @@ def test_nowhere_to_write_is_an_error_that_lists_what_was_tried(
     monkeypatch.setenv("FP8LT_CACHE_DIR", "/dev/null/a")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/dev/null/b")
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/c")
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/null/d")
     with pytest.raises(build.BuildError, match="set FP8LT_CACHE_DIR") as caught:
         build._cache_dir()
-    assert all(f"/dev/null/{name}" in str(caught.value) for name in "abc")
+    assert all(f"/dev/null/{name}" in str(caught.value) for name in "abcd")
 
 
 def test_any_failure_is_kept_and_does_not_break_the_import(
@@ -152,8 +154,8 @@ def test_a_file_system_without_locks_does_not_stop_a_build(
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(build.fcntl, "flock", no_locks)
-    with build._locked(tmp_path / "lock"):
-        pass
+    with build._locked(tmp_path / "lock") as alone:
+        assert not alone
 
 
 def test_flags_that_nvcc_takes_from_the_environment_are_in_the_key(
