@@ -358,6 +358,7 @@ Device& device_state(int device) {
     int major = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     state->has_scale_modes = major == 9 && cublasLtGetVersion() >= 120900;
+    const RelaxedCapture relaxed;  // it allocates
     FP8LT_CHECK(cublasLtCreate(&state->handle));
   }
   return *state;

@@ -1,0 +1,372 @@
+"""Ranks of a distributed run: gloo on the CPU, each beside a twin that is not wrapped.
+
+And what each rank does before it trains: import, build, load.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import datetime
+import multiprocessing.connection
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import error, randn
+from contexts import CPU, converted, model
+from delayed_models import same, states
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8lt
+from fp8lt import build, device, ops, recipe, toolchain
+
+WORLD = 3
+SECONDS = 60  # for a job; measured at most 3
+ROUNDING = 1e-6  # of a mean over the ranks, in f32; measured 2e-7
+NAMES = pytest.mark.parametrize("name", recipe.NAMES)
+
+
+class Ranks:
+    """Processes of one gloo group. They run what a test sends them; a test that fails ends them."""
+
+    def __init__(self, store: Path) -> None:
+        spawn = torch.multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(WORLD):
+            here, there = spawn.Pipe()
+            args = (rank, there)
+            self.pipes.append(here)
+            self.processes.append(spawn.Process(target=_be_a_rank, args=args, daemon=True))
+            self.processes[-1].start()
+            there.close()  # it is the rank's: when that dies, `here` tells
+        self.run(_join, str(store))
+
+    def run(self, job: Callable[..., None], *args: Any) -> None:
+        """Run `job(rank, *args)` in every rank; it is a function of this file."""
+        waiting, end = list(self.pipes), time.monotonic() + SECONDS
+        failures: list[str] = []
+        for pipe in waiting:
+            pipe.send((job, args))
+        while waiting and not failures:
+            ready = multiprocessing.connection.wait(waiting, max(0, end - time.monotonic()))
+            waiting = [pipe for pipe in waiting if pipe not in ready]
+            answers = [_answer(pipe) for pipe in ready] or [f"a rank still runs after {SECONDS} s"]
+            failures += [answer for answer in answers if answer]
+        if failures:
+            self.end()
+            pytest.fail(failures[0])
+
+    def end(self) -> None:
+        self.ended = True
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    ended = False
+
+
+def _answer(pipe: Any) -> str:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return "a rank died"
+
+
+def _be_a_rank(rank: int, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError):  # the tests are over
+        while True:
+            job, args = pipe.recv()
+            try:
+                job(rank, *args)
+            except BaseException:
+                pipe.send(f"rank {rank}: {traceback.format_exc()}")
+            else:
+                pipe.send("")
+
+
+def _join(rank: int, store: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    limit = datetime.timedelta(seconds=SECONDS / 2)  # for a rank that waits for another
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=limit
+    )
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Ranks]]:
+    started: list[Ranks] = []
+    yield started
+    for ranks in started:
+        ranks.end()
+
+
+@pytest.fixture
+def ranks(started: list[Ranks], tmp_path: Path) -> Ranks:
+    if not started or started[-1].ended:
+        started.append(Ranks(tmp_path / "store"))
+    return started[-1]
+
+
+Whole = Callable[[], "contextlib.AbstractContextManager[list[Tensor]]"]  # of a wrapped model
+
+
+def train_beside_a_twin(
+    wrapped: nn.Module,
+    twin: nn.Module,
+    optimizer: torch.optim.Optimizer,  # SGD, lr 1, of what is wrapped
+    whole: Whole,
+    prepare: Callable[[], None] = lambda: None,
+) -> None:
+    """Check each step; every rank has data of its own, and as many rows as it likes."""
+    rank = distributed.get_rank()
+    for step in range(3):
+        prepare()
+        width = next(m.in_features for m in twin.modules() if isinstance(m, nn.Linear))
+        x = randn(5 + rank, width, on=CPU, dtype=torch.float32, seed=10 * step + rank) * (1 + rank)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        optimizer.zero_grad()
+        twin.zero_grad()
+        got, want = wrapped(inputs[0]), twin(inputs[1])
+        assert torch.equal(got, want)
+        dy = randn(*want.shape, on=CPU, dtype=torch.float32, seed=100 * step + rank) / 10
+        got.backward(dy)
+        want.backward(dy)
+        assert torch.equal(inputs[0].grad, inputs[1].grad)
+        optimizer.step()
+        with torch.no_grad(), whole() as parameters:
+            for p, q in zip(parameters, twin.parameters(), strict=True):
+                distributed.all_reduce(q.grad)
+                assert error(p, q - q.grad / WORLD) < ROUNDING
+                q.copy_(p)
+        assert same(states(wrapped), states(twin))
+
+
+# ------------------------------------------------------------------------------------- fully_shard
+
+
+def shard(layers: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for layer in layers.modules():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(layers, mesh=mesh)
+
+
+def gathered(layers: nn.Module) -> Whole:
+    return lambda: contextlib.nullcontext([p.full_tensor() for p in layers.parameters()])
+
+
+def train_sharded(rank: int, name: str, k: int, n: int, rows: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(fp8lt.Linear(k, n, recipe=name))
+    twin = copy.deepcopy(layers)
+    shard(layers)
+    assert layers[0].weight.to_local().shape[0] == rows[rank]
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1)
+    train_beside_a_twin(layers, twin, optimizer, gathered(layers))
+
+
+@NAMES
+def test_uneven_and_empty_shards_train_as_one_process(ranks: Ranks, name: str) -> None:
+    """BUG-76."""
+    ranks.run(train_sharded, name, 16, 4, (2, 2, 0))
+    ranks.run(train_sharded, name, 48, 100, (34, 34, 32))
+    if name == "tensorwise":
+        ranks.run(train_sharded, name, 1024, 4096, (1366, 1366, 1364))
+
+
+def held_by_autograd(layers: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    """Return y, and the bytes that its graph keeps alive."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = layers(x)
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in saved)}
+    return y, sum(storages.values())
+
+
+def hold_no_weights(rank: int, name: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8)))
+    lean = copy.deepcopy(plain)
+    fp8lt.convert_to_float8_training(lean)
+    for layer in lean:
+        layer.recipe = dataclasses.replace(recipe.resolve(name), recompute_weight=True)
+    twin = copy.deepcopy(lean)
+    shard(plain)
+    shard(lean)
+    x = randn(16, 128, on=CPU, dtype=torch.float32).requires_grad_()
+    _, most = held_by_autograd(plain, x)
+    y, held = held_by_autograd(lean, x)
+    assert 0 < held <= most
+    # What was let go of comes back.
+    y.sum().backward()
+    dx, x.grad = x.grad, None
+    want = twin(x)
+    want.sum().backward()
+    assert torch.equal(y, want)
+    assert torch.equal(dx, x.grad)
+    for p, q in zip(lean.parameters(), twin.parameters(), strict=True):
+        assert error(p.grad.full_tensor(), q.grad) < ROUNDING
+
+
+@NAMES
+def test_no_weight_is_held_from_forward_to_backward(ranks: Ranks, name: str) -> None:
+    """BUG-80: with `recompute_weight`, at most what F.linear holds of sharded layers."""
+    ranks.run(hold_no_weights, name)
+
+
+# --------------------------------------------------------------------------------------- FSDP, DDP
+
+
+def train_in_fsdp(rank: int, name: str, use_orig_params: bool) -> None:
+    layers = converted(model(), name)
+    twin = copy.deepcopy(layers)
+    wrapped = FullyShardedDataParallel(layers, use_orig_params=use_orig_params, device_id=CPU)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1)
+
+    @contextlib.contextmanager
+    def whole() -> Iterator[list[Tensor]]:
+        with FullyShardedDataParallel.summon_full_params(wrapped):
+            yield list(wrapped.parameters())
+
+    train_beside_a_twin(wrapped, twin, optimizer, whole)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@NAMES
+def test_fsdp_may_flatten_the_weights(ranks: Ranks, name: str, use_orig_params: bool) -> None:
+    """BUG-81."""
+    ranks.run(train_in_fsdp, name, use_orig_params)
+
+
+def train_in_ddp(rank: int, name: str, options: dict[str, bool]) -> None:
+    layers = converted(model(), name)
+    twin = copy.deepcopy(layers)
+    wrapped = DistributedDataParallel(layers, **options)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1)
+
+    def prepare() -> None:
+        if options.get("broadcast_buffers", True):
+            for layer in twin.modules():
+                for buffer in layer.buffers(recurse=False):
+                    distributed.broadcast(buffer, 0)
+
+    whole = lambda: contextlib.nullcontext(list(wrapped.parameters()))  # noqa: E731
+    train_beside_a_twin(wrapped, twin, optimizer, whole, prepare)
+    if name == "delayed":
+        mine = states(wrapped)[0][0, :2].clone()  # the amaxes of x before the last step
+        of_the_first = mine.clone()
+        distributed.broadcast(of_the_first, 0)
+        sent = options.get("broadcast_buffers", True)
+        assert torch.equal(mine, of_the_first) == (sent or rank == 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"broadcast_buffers": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
+def test_ddp_reduces_gradients_and_sends_histories(
+    ranks: Ranks, name: str, options: dict[str, bool]
+) -> None:
+    """BUG-81: histories are those of rank 0 at each forward, unless `broadcast_buffers=False`."""
+    ranks.run(train_in_ddp, name, options)
+
+
+def train_converted_in_ddp(rank: int, name: str) -> None:
+    plain = model()
+    twin = converted(plain, name)
+    wrapped = DistributedDataParallel(plain)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1)
+    fp8lt.convert_to_float8_training(wrapped, config=name)
+    assert isinstance(plain[0], fp8lt.Linear)
+    whole = lambda: contextlib.nullcontext(list(wrapped.parameters()))  # noqa: E731
+    train_beside_a_twin(wrapped, twin, optimizer, whole)
+
+
+@NAMES
+def test_a_model_may_be_converted_inside_of_ddp(ranks: Ranks, name: str) -> None:
+    """BUG-66, with an optimizer made before; see test_graphs.py for one that is compiled."""
+    ranks.run(train_converted_in_ddp, name)
+
+
+def run_in_all_but_one(rank: int, name: str) -> None:
+    if rank == 1:
+        return
+    layer = fp8lt.Linear(48, 40, recipe=name)
+    for step in range(3):
+        x = randn(7, 48, on=CPU, dtype=torch.float32, seed=step).requires_grad_()
+        layer(x).sum().backward()
+
+
+@NAMES
+def test_a_rank_may_skip_a_layer(ranks: Ranks, name: str) -> None:
+    """BUG-77: no rank waits for another."""
+    ranks.run(run_in_all_but_one, name)
+
+
+# ----------------------------------------------------------- every rank is a process that imports
+
+
+@pytest.mark.parametrize(
+    ("policy", "at_import"), [("auto", 1), ("force", 1), ("lazy", 0), ("off", 0)]
+)
+def test_on_an_fp8_gpu_import_builds_what_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, policy: str, at_import: int
+) -> None:
+    """BUG-104: with FP8LT_BUILD=lazy, the first use does."""
+    calls: list[None] = []
+    monkeypatch.setenv("FP8LT_BUILD", policy)
+    monkeypatch.setattr(build, "_has_native_gpu", lambda: True)
+    monkeypatch.setattr(build, "ensure", lambda: calls.append(None))
+    build.on_import()
+    assert len(calls) == at_import
+    monkeypatch.setattr(device, "support", lambda *_: device.Support(True, "a GPU"))
+    assert not ops.backend(torch.device("cuda", 0))
+    assert len(calls) == at_import + 1
+
+
+def test_the_number_of_compilers_may_be_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BUG-104."""
+    tools = toolchain.Toolchain(Path(), "13.0.88", "c++", "12", (), Path(), Path(), Path())
+    monkeypatch.setenv("MAX_JOBS", "1")
+    assert build._child_environment(tools, "9.0a")["MAX_JOBS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "fits"), [(130000, True), (130201, True), (120900, False), (140000, False)]
+)
+def test_a_cublaslt_of_another_major_version_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loaded: int, fits: bool
+) -> None:
+    """BUG-103."""
+    tools = toolchain.Toolchain(Path(), "13.0.88", "c++", "12", (), Path(), Path(), Path())
+    monkeypatch.delenv("FP8LT_BUILD", raising=False)
+    monkeypatch.setattr(toolchain, "find", lambda: tools)
+    monkeypatch.setattr(build, "_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(build, "_is_intact", lambda library: True)
+    monkeypatch.setattr(torch.ops, "load_library", lambda file: None)
+    versions = lambda: (130100, loaded)  # noqa: E731
+    monkeypatch.setattr(torch.ops.fp8lt, "cublaslt_versions", versions, raising=False)
+    if fits:
+        assert build._load().name == "fp8lt.so"
+        return
+    message = f"compiled with cuBLASLt 130100's header, but torch has loaded version {loaded}"
+    with pytest.raises(build.BuildError, match=message):
+        build._load()
