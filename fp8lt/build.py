@@ -239,12 +239,13 @@ def _build(tools: Toolchain, spec: dict[str, object], target: Path, alone: bool)
 
     alone: no other process of this machine is at work there.
     """
+    arch = architectures()
+    environment = _child_environment(tools, arch)
     prefix = f"{target.name}.build-{platform.node()}-"
     if alone:  # of builders that were killed
         for leftover in target.parent.glob(f"{glob.escape(prefix)}*"):
             shutil.rmtree(leftover, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
-    arch = architectures()
     say(
         f"compiling the CUDA extension (compute capability {arch}, nvcc {tools.nvcc_version}), "
         f"once, in less than a minute; it is kept in {target}"
@@ -257,7 +258,7 @@ def _build(tools: Toolchain, spec: dict[str, object], target: Path, alone: bool)
         "extra_ldflags": [f"-L{shlex.quote(str(work))}", *spec["extra_ldflags"]],  # type: ignore[misc]
     }
     log = work / "build.log"
-    code = _run_child(json.dumps({**spec, **here}), _child_environment(tools, arch), work, log)
+    code = _run_child(json.dumps({**spec, **here}), environment, work, log)
     if code != 0:
         kept = target.with_suffix(".log")
         shutil.move(log, kept)
@@ -308,7 +309,7 @@ def _child_environment(tools: Toolchain, arch: str) -> dict[str, str]:
         "CUDA_HOME": str(tools.cuda_home),
         "CXX": tools.cxx,
         "TORCH_CUDA_ARCH_LIST": arch,
-        "PATH": os.pathsep.join([str(tools.ninja_dir), os.environ.get("PATH", os.defpath)]),
+        "PATH": os.pathsep.join([str(toolchain.ninja_dir()), os.environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join(os.fspath(path) for path in sys.path if path),
     }
 

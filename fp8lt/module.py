@@ -171,6 +171,7 @@ def convert_to_float8_training(
             `fp8lt.Linear`'s until `revert`.
     """
     recipe, converted = _recipe(config), 0
+    left: set[str] = set()  # names of subclasses
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: want an nn.Module, got {type(module).__name__}")
     for name, layer in module.named_modules():
@@ -181,6 +182,7 @@ def convert_to_float8_training(
             converted += 1
             continue
         if plain is not nn.Linear and not convert_subclasses:
+            left.add(plain.__name__)
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, name):
             continue
@@ -190,7 +192,13 @@ def convert_to_float8_training(
         if plain is not nn.Linear:
             layer._plain_class = plain
     if not converted:
-        warnings.warn("fp8lt: no layer was converted: no nn.Linear passed the filter", stacklevel=2)
+        reason = "no nn.Linear passed the filter"
+        if left:
+            reason += (
+                f", and subclasses are left alone ({', '.join(sorted(left))}): convert before "
+                "`fully_shard` and the like make them, or with convert_subclasses=True"
+            )
+        warnings.warn(f"fp8lt: no layer was converted: {reason}", stacklevel=2)
     return module
 
 

@@ -194,4 +194,6 @@ def _quantize(
             t, dtype, history.amaxes, record=history.record, margin=recipe.margin,
             most_recent=recipe.amax_compute_algo == "most_recent", **options,
         )  # fmt: skip
+    # A compiler could take the amax where it makes `t`. Measured on an H200, on four Llama-8B-like
+    # blocks: quantise takes 1.1 ms less, everything else as much more.
     return ops.quantize_tensorwise(t, dtype, **options)

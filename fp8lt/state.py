@@ -28,6 +28,8 @@ Limits:
   inside of one, in eager mode, records once more in the recomputation.
 - Ranks of a distributed run have histories of their own, nothing is reduced; but DDP gives them
   those of rank 0 at each forward, as all buffers, unless `broadcast_buffers=False`.
+- `torch.cuda.make_graphed_callables` warms up with gradients that nobody has set, and their amaxes
+  enter: set `fp8_state` to zero after it.
 - What raises after its quantise has been recorded.
 - Calls of one layer at the same time, by several threads or streams, may lose an entry.
 """

@@ -30,7 +30,6 @@ class Toolchain(NamedTuple):
     include_dirs: tuple[Path, ...]  # searched after everything else, for what cuda_home lacks
     cublaslt: Path  # the library files that torch has loaded
     cudart: Path
-    ninja_dir: Path  # holds the ninja executable
 
 
 class ToolchainError(RuntimeError):
@@ -54,7 +53,6 @@ def find() -> Toolchain:
         include_dirs=includes,
         cublaslt=loaded_library("libcublasLt.so"),
         cudart=loaded_library("libcudart.so"),
-        ninja_dir=_ninja_dir(),
     )
 
 
@@ -148,7 +146,11 @@ def loaded_library(name: str) -> Path:
     raise ToolchainError(f"torch {torch.__version__} has not loaded a {name} to link with")
 
 
-def _ninja_dir() -> Path:
+def ninja_dir() -> Path:
+    """Return the folder that holds the ninja executable. Raises ToolchainError.
+
+    Not a part of `Toolchain`: what is compiled already needs none.
+    """
     # The executable may not be on PATH: a venv that is not activated.
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for file in importlib.metadata.files("ninja") or ():

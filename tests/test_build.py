@@ -161,7 +161,7 @@ def test_a_file_system_without_locks_does_not_stop_a_build(
 def test_flags_that_nvcc_takes_from_the_environment_are_in_the_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tools = toolchain.Toolchain(Path(), "13.0.88", "c++", "12", (), Path(), Path(), Path())
+    tools = toolchain.Toolchain(Path(), "13.0.88", "c++", "12", (), Path(), Path())
     keys = {tuple(build._versions(tools))}
     for name in ("CC", "PYTORCH_NVCC", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
         monkeypatch.setenv(name, "changed")

@@ -48,7 +48,7 @@ with (work / "fp8lt.so").open("ab") as library:
 """
 WHOLE = b"libstdc++.so.6\0whole"
 TOOLS = toolchain.Toolchain(
-    Path("/cuda"), "13.0.88", "c++", "12", (), Path("/blas.so"), Path("/rt.so"), Path("/ninja")
+    Path("/cuda"), "13.0.88", "c++", "12", (), Path("/blas.so"), Path("/rt.so")
 )
 
 
@@ -510,13 +510,28 @@ def test_without_a_home_the_cache_is_a_private_temporary_folder(
 # -------------------------------------------------------------------------------- missing tools
 
 
+def test_what_is_compiled_needs_no_ninja(monkeypatch: pytest.MonkeyPatch, stub: Stub) -> None:
+    """BUG-99."""
+
+    def missing() -> Path:
+        raise ToolchainError("ninja is missing")
+
+    library = build._load()
+    monkeypatch.setattr(toolchain, "ninja_dir", missing)
+    assert build._load() == library
+    (stub.sources / "gemm.h").write_text("// changed")
+    with pytest.raises(ToolchainError, match="ninja is missing"):
+        build._load()
+    assert stub.libraries() == [library.parent]
+
+
 def test_a_ninja_that_happens_to_lie_here_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """BUG-99."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ninja").mkdir()
-    assert toolchain._ninja_dir().is_absolute()
+    assert toolchain.ninja_dir().is_absolute()
 
 
 def test_ninja_is_found_where_it_is_not_on_the_path(
@@ -537,9 +552,8 @@ def test_ninja_is_found_where_it_is_not_on_the_path(
         "with_cuda": False,
         "is_python_module": False,
     }
-    tools = TOOLS._replace(ninja_dir=toolchain._ninja_dir())
     log = tmp_path / "log"
-    code = build._run_child(json.dumps(spec), build._child_environment(tools, "9.0"), tmp_path, log)
+    code = build._run_child(json.dumps(spec), build._child_environment(TOOLS, "9.0"), tmp_path, log)
     assert code == 0, log.read_text()
     assert b"fp8lt_answer" in (tmp_path / "small.so").read_bytes()
 
