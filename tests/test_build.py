@@ -66,16 +66,6 @@ def test_the_binary_holds_code_for_hopper_and_links_the_libraries_of_torch(
 
 
 @needs_toolchain
-def test_a_damaged_binary_is_built_anew(run_python: RunPython, extension_cache: Path) -> None:
-    run_python()
-    library = next(extension_cache.glob("*/fp8lt.so"))
-    library.write_bytes(library.read_bytes()[:1000])
-    done = run_python()
-    assert done.stdout.splitlines() == [str(library), "None"]
-    assert "compiling" in done.stderr
-
-
-@needs_toolchain
 def test_a_failed_compile_is_one_warning_with_the_reason_and_the_log(
     run_python: RunPython, tmp_path: Path
 ) -> None:

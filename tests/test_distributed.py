@@ -344,7 +344,7 @@ def test_on_an_fp8_gpu_import_builds_what_it_is_told_to(
 
 def test_the_number_of_compilers_may_be_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """BUG-104."""
-    tools = toolchain.Toolchain(Path(), "13.0.88", "c++", "12", (), Path(), Path(), Path())
+    tools = toolchain.Toolchain(Path(), "13.0.88", "c++", "12", (), Path(), Path())
     monkeypatch.setenv("MAX_JOBS", "1")
     assert build._child_environment(tools, "9.0a")["MAX_JOBS"] == "1"
 
@@ -356,7 +356,7 @@ def test_a_cublaslt_of_another_major_version_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loaded: int, fits: bool
 ) -> None:
     """BUG-103."""
-    tools = toolchain.Toolchain(Path(), "13.0.88", "c++", "12", (), Path(), Path(), Path())
+    tools = toolchain.Toolchain(Path(), "13.0.88", "c++", "12", (), Path(), Path())
     monkeypatch.delenv("FP8LT_BUILD", raising=False)
     monkeypatch.setattr(toolchain, "find", lambda: tools)
     monkeypatch.setattr(build, "_cache_dir", lambda: tmp_path)

@@ -139,7 +139,18 @@ def matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-SHAPES = [(0, 5), (5, 0), (1, 1), (17, 33), (127, 129), (1, 300), (260, 520), (300, 900)]
+def without_nan(x: Tensor) -> Tensor:
+    return x.nan_to_num(nan=3.0, posinf=1e4)
+
+
+def check_tiles(kernels: ctypes.CDLL, x: Tensor) -> None:
+    """Run the kernel that holds tiles, where it does: there are no sums."""
+    for row_major, fp8, power in ((True, E4M3, False), (False, E5M2, True)):
+        want = emulate.quantize_tensorwise(x, fp8, row_major, True, None, power)
+        check(kernels, x, fp8, Scaling.TENSORWISE, want, power_of_two=power)
+
+
+SHAPES = [(0, 5), (5, 0), (1, 1), (17, 33), (127, 129), (1, 300), (260, 520)]
 WANTED = [(True, True, torch.float32), (True, False, None), (False, True, torch.bfloat16)]
 
 
@@ -163,12 +174,9 @@ def test_kernels_write_what_the_operators_mean(
         torch.rand(emulate.padded(size), generator=torch.Generator().manual_seed(1)) * 3 + 0.1
         for size in reversed(shape)
     )
-    finite = x.nan_to_num(nan=3.0, posinf=1e4)  # under one scale a NaN leaves nothing to compare
-    for t, rows, fp8, power in (
-        (finite, True, E4M3, False), (finite, False, E5M2, True), (x, True, E4M3, False)
-    ):  # fmt: skip
-        want = emulate.quantize_tensorwise(t, fp8, rows, True, None, power)
-        check(kernels, t, fp8, Scaling.TENSORWISE, want, power_of_two=power)
+    finite = without_nan(x)  # under one scale a NaN leaves nothing to compare
+    check_tiles(kernels, x)
+    check_tiles(kernels, finite)
     for rows, columns, sums, fp8, power in cases():
         common = {"sums_dtype": sums, "power_of_two": power}
         want = emulate.quantize_tensorwise(finite, fp8, rows, columns, sums, power)
@@ -192,6 +200,13 @@ STEPS = (  # what x is multiplied by, what its last element is, whether the amax
     (1.0, None, True), (1e-2, None, False), (30.0, torch.inf, True), (0.0, None, True),
     (10.0, None, True), (1.0, torch.nan, True), (0.1, None, True), (2.0, None, True),
 )  # fmt: skip
+
+
+def test_a_matrix_that_is_held_in_part_is_read_to_its_end(kernels: ctypes.CDLL) -> None:
+    """40 tiles and 6 blocks: the first holds tiles 39, 33 and 27 of its 7, and reads 9 again."""
+    x = torch.randn(130, 2500, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[5, 9 * 128 + 7] = -500
+    check_tiles(kernels, x)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (130, 300)])
