@@ -18,6 +18,7 @@ import torch
 from cases import RunPython
 
 import fp8lt.device
+from fp8lt import build
 
 LOAD = "import fp8lt; from fp8lt import build; print(build.loaded_library()); print(build.ensure())"
 
@@ -90,3 +91,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process not have tried to load the extension."""
+    for name, value in (("_outcome", None), ("_module", None), ("_when_loaded", [])):
+        monkeypatch.setattr(build, name, value)

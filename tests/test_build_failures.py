@@ -11,9 +11,7 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +19,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import state_for
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fp8lt
-from fp8lt import build, device, ops, recipe, toolchain
+from fp8lt import build, recipe, toolchain
 from fp8lt.toolchain import ToolchainError
 
 CUDA = torch.device("cuda", 0)
@@ -98,13 +93,6 @@ def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Stub:
     return stub
 
 
-@pytest.fixture
-def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process not have tried to load the extension."""
-    for name, value in (("_outcome", None), ("_module", None), ("_when_loaded", [])):
-        monkeypatch.setattr(build, name, value)
-
-
 class Child:
     """A forked process that calls `work`, with the state of this one."""
 
@@ -146,97 +134,6 @@ def start() -> Iterator[Callable[[Callable[[], object]], Child]]:
 
 def loaded_bytes() -> bytes:
     return build._load().read_bytes()
-
-
-# ---------------------------------------------------------------------------- the wrong hardware
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, tuple[int, int]], None]]:
-    """Have the first GPU be one of that name and compute capability."""
-
-    def pretend(name: str, capability: tuple[int, int]) -> None:
-        monkeypatch.setattr(torch.version, "hip", None)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: name)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: capability)
-        found = device.Gpu(name, capability, 0, "580")
-        monkeypatch.setattr(device, "gpus", lambda: (found,))
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        device.support.cache_clear()
-        device.amd_architecture.cache_clear()
-
-    monkeypatch.delenv("FP8LT_EMULATE", raising=False)
-    monkeypatch.delenv("FP8LT_BUILD", raising=False)
-    yield pretend
-    device.support.cache_clear()
-    device.amd_architecture.cache_clear()
-
-
-@NAMES
-@pytest.mark.parametrize(
-    ("model", "capability"),
-    [("NVIDIA T4", (7, 5)), ("NVIDIA A100", (8, 0)), ("NVIDIA A10", (8, 6))],
-)
-def test_every_way_in_refuses_an_old_gpu_at_once_and_emulates_on_request(
-    monkeypatch: pytest.MonkeyPatch,
-    gpu: Callable[[str, tuple[int, int]], None],
-    name: str,
-    model: str,
-    capability: tuple[int, int],
-) -> None:
-    """BUG-87: the error names the GPU, what it has and what is needed."""
-    gpu(model, capability)
-    monkeypatch.setattr(build, "ensure", lambda: "nobody should build")
-    found = rf"{model} has compute capability {capability[0]}\.{capability[1]}"
-    refused = rf"cuda:0: {found}; FP8 needs 8\.9 or newer.*\n.*FP8LT_EMULATE=1"
-    with FakeTensorMode():  # of the GPU in name alone
-        x, w = torch.empty(4, 32, device=CUDA), torch.empty(16, 32, device=CUDA)
-        layer = fp8lt.Linear(32, 16, device=CUDA, recipe=name)
-        plain = torch.nn.Linear(32, 16, device=CUDA)
-
-        def rerouted() -> torch.Tensor:
-            with fp8lt.fp8_autocast(recipe=name):
-                return plain(x)
-
-        ways = (
-            lambda: fp8lt.linear(x, w, recipe=name, state=state_for(name, CUDA)),
-            lambda: layer(x),
-            rerouted,
-        )[: 2 if name == "delayed" else 3]  # fake tensors cannot begin a history
-        for way in ways:
-            with pytest.raises(RuntimeError, match=refused):
-                way()
-        monkeypatch.setenv("FP8LT_EMULATE", "1")
-        with torch.no_grad():
-            assert all(way().shape == (4, 16) for way in ways)
-
-
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_import_builds_for_gpus_with_fp8_alone(
-    monkeypatch: pytest.MonkeyPatch,
-    gpu: Callable[[str, tuple[int, int]], None],
-    capability: tuple[int, int],
-) -> None:
-    """BUG-87: an old GPU costs no compile, and no warning about one."""
-    gpu("a GPU", capability)
-    called: list[None] = []
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(build, "ensure", lambda: called.append(None))
-    build.on_import()
-    assert len(called) == (capability >= (8, 9))
-
-
-@pytest.mark.usefixtures("undecided")
-def test_a_cublaslt_of_another_major_version_is_refused_with_both_numbers(
-    monkeypatch: pytest.MonkeyPatch, stub: Stub, gpu: Callable[[str, tuple[int, int]], None]
-) -> None:
-    """BUG-88: compiled with one toolkit's header, run with the library of another."""
-    gpu("NVIDIA L4", (8, 9))
-    monkeypatch.setattr(torch.ops.fp8lt, "cublaslt_versions", lambda: (120100, 130000))
-    message = "compiled with cuBLASLt 120100's header, but torch has loaded version 130000"
-    with pytest.raises(RuntimeError, match=message):
-        ops.backend(CUDA)
-    assert ops.backend(CUDA, emulated=True)
 
 
 # --------------------------------------------------------------------------- locks and processes
@@ -438,78 +335,6 @@ def test_a_damaged_folder_of_the_cache_is_built_once_more(stub: Stub, damage: st
     assert stub.started() == 2
 
 
-def test_the_cache_is_the_first_folder_that_can_be_written_to(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """BUG-97: those asked for, then the user's; a file, /proc and /dev/null are none."""
-    (tmp_path / "file").touch()
-    folders = {
-        "FP8LT_CACHE_DIR": "asked",
-        "TORCH_EXTENSIONS_DIR": "torch/fp8lt",
-        "XDG_CACHE_HOME": "user/fp8lt",
-        "HOME": "home/.cache/fp8lt",
-    }
-    for name, folder in folders.items():
-        monkeypatch.setenv(name, str(tmp_path / folder.split("/")[0]))
-    for (name, folder), bad in zip(
-        folders.items(), ("/proc/fp8lt", str(tmp_path / "file"), None, "/dev/null"), strict=True
-    ):
-        assert build._cache_dir() == tmp_path / folder
-        monkeypatch.delenv(name) if bad is None else monkeypatch.setenv(name, bad)
-    monkeypatch.setattr(tempfile, "tempdir", "/dev/null")
-    with pytest.raises(build.BuildError, match="set FP8LT_CACHE_DIR") as caught:
-        build._cache_dir()
-    for tried in ("/proc/fp8lt", f"{tmp_path}/file/fp8lt", "/dev/null/.cache/fp8lt"):
-        assert f"\n  {tried}: " in str(caught.value)
-
-
-def test_a_folder_that_another_user_owns_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """BUG-97: it is there, can be read, and not be written to."""
-    with tempfile.TemporaryDirectory() as name:
-        top = Path(name)
-        top.chmod(0o755)
-        theirs, ours = top / "theirs", top / "ours"
-        theirs.mkdir(mode=0o555)
-        ours.mkdir()
-        ours.chmod(0o777)
-        monkeypatch.setenv("FP8LT_CACHE_DIR", str(theirs))
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(ours))
-        user = os.geteuid()
-        if user == 0:  # whom no mode stops
-            os.seteuid(65534)
-        try:
-            assert build._cache_dir() == (ours / "fp8lt").resolve()
-        finally:
-            os.seteuid(user)
-
-
-@pytest.mark.parametrize("kind", ["ours", "open to all", "a link"])
-def test_without_a_home_the_cache_is_a_private_temporary_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
-) -> None:
-    """BUG-97: code is loaded from there."""
-    for name in ("FP8LT_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", "/dev/null")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = tmp_path / f"fp8lt-{os.getuid()}"
-    if kind == "ours":
-        assert build._cache_dir() == build._cache_dir() == folder
-        assert folder.stat().st_mode & 0o077 == 0
-        return
-    if kind == "open to all":
-        folder.mkdir()
-        folder.chmod(0o777)
-    else:
-        (tmp_path / "other").mkdir()
-        folder.symlink_to(tmp_path / "other")
-    with pytest.raises(build.BuildError, match="is not a folder that this user alone may use"):
-        build._cache_dir()
-
-
-# -------------------------------------------------------------------------------- missing tools
-
-
 def test_what_is_compiled_needs_no_ninja(monkeypatch: pytest.MonkeyPatch, stub: Stub) -> None:
     """BUG-99."""
 
@@ -523,15 +348,6 @@ def test_what_is_compiled_needs_no_ninja(monkeypatch: pytest.MonkeyPatch, stub: 
     with pytest.raises(ToolchainError, match="ninja is missing"):
         build._load()
     assert stub.libraries() == [library.parent]
-
-
-def test_a_ninja_that_happens_to_lie_here_is_not_taken(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """BUG-99."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ninja").mkdir()
-    assert toolchain.ninja_dir().is_absolute()
 
 
 def test_ninja_is_found_where_it_is_not_on_the_path(
@@ -556,54 +372,3 @@ def test_ninja_is_found_where_it_is_not_on_the_path(
     code = build._run_child(json.dumps(spec), build._child_environment(TOOLS, "9.0"), tmp_path, log)
     assert code == 0, log.read_text()
     assert b"fp8lt_answer" in (tmp_path / "small.so").read_bytes()
-
-
-def fake_toolkit(home: Path, version: str = "97.1.2") -> Path:
-    (home / "bin").mkdir(parents=True)
-    (home / "include").mkdir()
-    (home / "include" / "cuda_runtime.h").touch()
-    nvcc = home / "bin" / "nvcc"
-    nvcc.write_text(f"#!/bin/sh\necho release {version.rsplit('.', 1)[0]}, V{version}\n")
-    nvcc.chmod(0o755)
-    return home
-
-
-def test_a_cuda_home_that_does_not_exist_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """BUG-100: wheels of the runtime alone are no toolkit; the error says where it looked."""
-    wheels = tmp_path / "nvidia" / "cu97"
-    (wheels / "include").mkdir(parents=True)
-    (wheels / "include" / "cublasLt.h").touch()
-    monkeypatch.setattr(toolchain, "wheel_dirs", lambda: [wheels])
-    monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    monkeypatch.setenv("CUDA_PATH", str(fake_toolkit(tmp_path / "old", "96.0.1")))
-    with pytest.raises(ToolchainError, match=r"pip install 'fp8lt\[toolkit\]'") as caught:
-        toolchain._cuda_home("97")
-    assert "CUDA_HOME: no working bin/nvcc in /nowhere\n" in str(caught.value)
-    assert f"CUDA_PATH: {tmp_path}/old is CUDA 96.0.1\n" in str(caught.value)
-    assert f"wheels: no working bin/nvcc in {wheels}" in str(caught.value)
-    fake_toolkit(tmp_path / "new")
-    monkeypatch.setattr(toolchain, "wheel_dirs", lambda: [wheels, tmp_path / "new"])
-    assert toolchain._cuda_home("97") == (tmp_path / "new", "97.1.2")
-
-
-@pytest.mark.usefixtures("undecided")
-def test_without_a_toolkit_an_import_warns_once_and_emulation_works(
-    monkeypatch: pytest.MonkeyPatch, gpu: Callable[[str, tuple[int, int]], None]
-) -> None:
-    """BUG-100: layers on the GPU say the same when they are called, and are emulated on request."""
-    gpu("NVIDIA H200", (9, 0))
-    monkeypatch.setattr(torch.version, "cuda", "97.1")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        build.on_import()
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"(?s)no nvcc of CUDA 97.*FP8LT_EMULATE=1"):
-                ops.backend(CUDA)
-        monkeypatch.setenv("FP8LT_EMULATE", "1")
-        assert ops.backend(CUDA)
-        assert fp8lt.linear(torch.ones(2, 32), torch.ones(4, 32)).shape == (2, 4)
-    (warning,) = caught
-    assert "fp8lt runs without its CUDA extension: no nvcc of CUDA 97" in str(warning.message)
-    assert "Run: pip install 'fp8lt[toolkit]'" in str(warning.message)

@@ -355,7 +355,7 @@ def test_the_number_of_compilers_may_be_limited(monkeypatch: pytest.MonkeyPatch)
 def test_a_cublaslt_of_another_major_version_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loaded: int, fits: bool
 ) -> None:
-    """BUG-103."""
+    """BUG-88, BUG-103."""
     tools = toolchain.Toolchain(Path(), "13.0.88", "c++", "12", (), Path(), Path())
     monkeypatch.delenv("FP8LT_BUILD", raising=False)
     monkeypatch.setattr(toolchain, "find", lambda: tools)

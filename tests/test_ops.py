@@ -98,47 +98,6 @@ def test_native_bytes_equal_emulated(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(2048, 2048), (2500, 4100), (2048, 8200)])
-def test_a_quantise_that_shares_the_gpu_is_right(shape: tuple[int, int]) -> None:
-    """Blocks of a kernel that holds its tiles may start late, or after others have ended."""
-    x = randn(*shape, on=torch.device("cuda"), dtype=torch.bfloat16)
-    want = ops.quantize_tensorwise(x, E4M3)
-    others = [torch.cuda.Stream() for _ in range(3)]
-    results = []
-    torch.cuda.synchronize()
-    for i in range(60):
-        with torch.cuda.stream(others[i % 3]):
-            if i % 3 == 0:
-                torch.mm(x.t(), x)
-            else:
-                results.append(ops.quantize_tensorwise(x, E4M3))
-    torch.cuda.synchronize()
-    for got in results:
-        assert_same(got, want)
-
-
-@pytest.mark.gpu
-def test_graphs_share_no_counters() -> None:
-    on = torch.device("cuda")
-    xs = [randn(2048, 2048, on=on, dtype=torch.bfloat16, seed=i) for i in range(4)]
-    want = [ops.quantize_tensorwise(x, E4M3) for x in xs]
-    graphs = []
-    for i in (0, 2):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            made = [ops.quantize_tensorwise(x, E4M3) for x in xs[i : i + 2]]
-        graphs.append((graph, torch.cuda.Stream(), made, want[i : i + 2]))
-    for _ in range(20):
-        for graph, stream, _, _ in graphs:
-            with torch.cuda.stream(stream):
-                graph.replay()
-    torch.cuda.synchronize()
-    for _, _, made, wanted in graphs:
-        for got, expected in zip(made, wanted, strict=True):
-            assert_same(got, expected)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("row_major", "transposed"), [(True, False), (False, True), (False, False)]
 )
