@@ -230,7 +230,7 @@ def test_graphed_callables_equal_eager_mode(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2048, 2048), (2500, 4100), (2048, 8200)])
 def test_a_quantise_that_shares_the_gpu_is_right(shape: tuple[int, int]) -> None:
-    """Blocks of a kernel that holds its tiles may start late, or after others have ended."""
+    """Blocks of a kernel may start late, or after others have ended."""
     x = randn(*shape, on=torch.device("cuda"), dtype=torch.bfloat16)
     want = ops.quantize_tensorwise(x, E4M3)
     others = [torch.cuda.Stream() for _ in range(3)]

@@ -31,7 +31,10 @@ struct RecordingScale : TensorScale {
 
   __device__ explicit RecordingScale(float scale) : TensorScale{scale}, largest(0) {}
   __device__ void enter(const Patch<T>& patch, const Place&, int) {
-    largest = add_patch(largest, patch);
+#pragma unroll
+    for (int l = 0; l < kPatchRows * kLines<T>; ++l) {
+      largest = add_magnitudes<T>(largest, patch.lines[l / kLines<T>][l % kLines<T>]);
+    }
   }
 };
 
@@ -224,7 +227,10 @@ struct SquareScales {
   template <typename T>
   __device__ void enter(const Patch<T>& patch, const Place& at, int) {
     uint32_t largest = 0;
-    largest = add_patch(largest, patch);
+#pragma unroll
+    for (int l = 0; l < kPatchRows * kLines<T>; ++l) {
+      largest = add_magnitudes<T>(largest, patch.lines[l / kLines<T>][l % kLines<T>]);
+    }
     largest = block_max(__float_as_uint(Bits<T>::widest(largest)));
     scale = scale_of<kType>(__uint_as_float(largest), q.power_of_two);
     store(q.scale_inv, at.down, at.across, q.cols);
