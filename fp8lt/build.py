@@ -359,12 +359,12 @@ def _cache_dir() -> Path:
     tried = [Path(asked).expanduser()] if asked else []
     tried += [Path(torch_dir) / "fp8lt"] if torch_dir else []
     tried += [Path(home).expanduser() / "fp8lt"]
-    for_all = Path(tempfile.gettempdir()) / f"fp8lt-{os.getuid()}"
+    temporary = Path(tempfile.gettempdir()) / f"fp8lt-{os.getuid()}"
     failures = []
-    for folder in (*tried, for_all):
+    for folder in (*tried, temporary):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if folder is for_all:
+            if folder is temporary:
                 _check_ours(folder)
             with tempfile.TemporaryFile(dir=folder):
                 return folder.resolve()
@@ -386,20 +386,21 @@ def _check_ours(folder: Path) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     """Hold the lock of this machine; False where the file system has none."""
+    held = True
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say(f"waiting for another process that compiles the extension (lock: {path})")
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            yield False  # build beside others, the first rename wins
-            return
+        except OSError:  # build beside others, the first rename wins
+            held = False
         try:
-            yield True
+            yield held
         finally:
             # Not by closing: what was forked meanwhile has the file open, too, and would hold it.
-            fcntl.flock(file, fcntl.LOCK_UN)
+            if held:
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def say(text: str) -> None:

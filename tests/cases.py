@@ -176,6 +176,18 @@ needs_toolchain = pytest.mark.skipif(
 )
 
 
+class Names(TorchDispatchMode):
+    """Collects the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.called.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 def run_aside(function: Callable[[], object]) -> threading.Event:
     """Run it in a thread that never ends, and return what is set when it has run.
 

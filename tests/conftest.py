@@ -11,6 +11,7 @@ catalogue of them: the test would fail if we had it.
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,12 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process not have tried to load the extension."""
     for name, value in (("_outcome", None), ("_module", None), ("_when_loaded", [])):
         monkeypatch.setattr(build, name, value)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors are small: where cores are busy, threads would wait for each other most of all."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -4,41 +4,20 @@ import copy
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from cases import randn
+from cases import Names, randn
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8lt
 from fp8lt import recipe
 
 CPU = torch.device("cpu")
 NAMES = pytest.mark.parametrize("name", recipe.NAMES)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small: where cores are busy, threads would wait for each other most of all."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class Names(TorchDispatchMode):
-    """Collects the operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.called.append(func.__name__)
-        return func(*args, **(kwargs or {}))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def training_step(name: str, on: torch.device) -> Callable[[], None]:

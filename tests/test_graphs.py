@@ -294,15 +294,6 @@ def test_a_model_may_be_converted_after_it_was_compiled(on: torch.device, name: 
     assert all(a is b for a, b in zip(parameters, compiled.parameters(), strict=True))
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Operations this small take longer where several threads share them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.usefixtures("forget_what_was_compiled", "one_thread")
 def test_compiled_training_with_checkpoints_follows_eager_mode(on: torch.device) -> None:
     """BUG-38: what is recomputed must give the bytes and scales of the first pass."""

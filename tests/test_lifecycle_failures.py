@@ -4,18 +4,17 @@ import copy
 import io
 import multiprocessing
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from cases import T_FORWARD, error, randn
+from cases import T_FORWARD, Names, error, randn
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8lt
 from fp8lt import recipe
@@ -23,27 +22,7 @@ from fp8lt.state import resized
 
 CPU = torch.device("cpu")
 NAMES = pytest.mark.parametrize("name", recipe.NAMES)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small: where cores are busy, threads would wait for each other most of all."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class Names(TorchDispatchMode):
-    """Collects the operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.called.append(func.__name__)
-        return func(*args, **(kwargs or {}))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ------------------------------------------------------------------------------------- conversion
