@@ -77,7 +77,8 @@ def test_fifty_steps_of_one_captured_graph_have_the_bits_of_eager_mode() -> None
     eager, graphed = Training(), Training()
     for training in (eager, graphed):
         on_a_side_stream(training.warm_up)
-    before = [t.clone() for t in graphed.everything()]
+    # Detached: a graph of theirs would make autograd remember the stream that is current here.
+    before = [t.detach().clone() for t in graphed.everything()]
     graph = torch.cuda.CUDAGraph()
     graphed.optimizer.zero_grad(set_to_none=True)  # so that gradients are of the graph's memory
     with torch.cuda.graph(graph):
@@ -230,7 +231,7 @@ def test_graphed_callables_equal_eager_mode(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2048, 2048), (2500, 4100), (2048, 8200)])
 def test_a_quantise_that_shares_the_gpu_is_right(shape: tuple[int, int]) -> None:
-    """Blocks of a kernel may start late, or after others have ended."""
+    """Blocks of a kernel that holds its tiles may start late, or after others have ended."""
     x = randn(*shape, on=torch.device("cuda"), dtype=torch.bfloat16)
     want = ops.quantize_tensorwise(x, E4M3)
     others = [torch.cuda.Stream() for _ in range(3)]

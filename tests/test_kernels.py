@@ -45,7 +45,7 @@ class Quantize(ctypes.Structure):
         ("scale_inv_t", ctypes.c_void_p), ("scale_count", ctypes.c_int64),
         ("fold_cols", ctypes.c_void_p), ("fold_rows", ctypes.c_void_p),
         ("sums", ctypes.c_void_p), ("sums_type", ctypes.c_int), ("scratch", ctypes.c_void_p),
-        ("counters", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p), ("zeros", ctypes.c_void_p), ("next_zeros", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def without_nan(x: Tensor) -> Tensor:
 
 
 def check_tiles(kernels: ctypes.CDLL, x: Tensor) -> None:
-    """Run a tensorwise quantise into data_t without sums."""
+    """Run the kernel that holds tiles, where it does: there are no sums."""
     for row_major, fp8, power in ((True, E4M3, False), (False, E5M2, True)):
         want = emulate.quantize_tensorwise(x, fp8, row_major, True, None, power)
         check(kernels, x, fp8, Scaling.TENSORWISE, want, power_of_two=power)
@@ -200,6 +200,13 @@ STEPS = (  # what x is multiplied by, what its last element is, whether the amax
     (1.0, None, True), (1e-2, None, False), (30.0, torch.inf, True), (0.0, None, True),
     (10.0, None, True), (1.0, torch.nan, True), (0.1, None, True), (2.0, None, True),
 )  # fmt: skip
+
+
+def test_a_matrix_that_is_held_in_part_is_read_to_its_end(kernels: ctypes.CDLL) -> None:
+    """40 tiles and 6 blocks: the first holds tiles 39, 33 and 27 of its 7, and reads 9 again."""
+    x = torch.randn(130, 2500, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[5, 9 * 128 + 7] = -500
+    check_tiles(kernels, x)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (130, 300)])

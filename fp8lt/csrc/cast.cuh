@@ -16,6 +16,11 @@ struct Shared {
 constexpr int kSharedBytes = kFetchBytes + 2 * kTransposeBytes;
 constexpr int kSharedBytesSums = kSharedBytes + kSumsBytes;
 
+// What a block has that holds its tiles: of 16 bits three, so that two blocks fit on a Hopper's
+// multiprocessor.
+constexpr int kHeldBytes = 96 << 10;
+constexpr int kSharedBytesHeld = kHeldBytes + kTransposeBytes;
+
 __device__ inline Shared shared_memory() {
   uint4* shared = dynamic_shared_memory();
   uint32_t* transpose = reinterpret_cast<uint32_t*>(shared + kFetchBytes / 16);

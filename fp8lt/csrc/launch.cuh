@@ -17,6 +17,7 @@ constexpr int kCastBlocksPerSm = 2;  // while one waits for a barrier or for mem
 struct Gpu {
   std::atomic<int> sms{0};  // 0: not asked yet
   bool sm90 = false;        // or newer, and so is the code
+  bool holds = false;       // a block may have kSharedBytesHeld
 
   // One block even of an empty matrix: it writes the scales.
   int64_t blocks(int64_t wanted, int64_t per_sm) const {
@@ -30,11 +31,14 @@ inline cudaError_t shared_bytes_limit(int device, int* bytes) {
 
 // Whether a GPU has the shared memory that sums of columns take, beside what kernels declare.
 constexpr int kStaticSharedBytes = 10 << 10;  // at most
-inline cudaError_t has_sums(int device, bool* has) {
+inline cudaError_t has_shared_bytes(int device, int bytes, bool* has) {
   int limit = 0;
   const cudaError_t status = shared_bytes_limit(device, &limit);
-  *has = kSharedBytesSums + kStaticSharedBytes <= limit;
+  *has = bytes + kStaticSharedBytes <= limit;
   return status;
+}
+inline cudaError_t has_sums(int device, bool* has) {
+  return has_shared_bytes(device, kSharedBytesSums, has);
 }
 
 // The GPUs that a set of kernels is launched on, each made ready once.
@@ -57,23 +61,28 @@ class Gpus {
 
   cudaError_t prepare(int device, std::initializer_list<const void*> kernels) {
     int sms = 0, major = 0;
-    bool sums = false;
+    bool sums = false, holds = false;
     cudaError_t status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     if (status != cudaSuccess) return status;
     status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     if (status != cudaSuccess) return status;
     status = has_sums(device, &sums);
     if (status != cudaSuccess) return status;
+    status = has_shared_bytes(device, kSharedBytesHeld, &holds);
+    if (status != cudaSuccess) return status;
     int version = 0;
     for (const void* kernel : kernels) {
       status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    sums ? kSharedBytesSums : kSharedBytes);
+                                    holds  ? kSharedBytesHeld
+                                    : sums ? kSharedBytesSums
+                                           : kSharedBytes);
       if (status != cudaSuccess) return status;
       cudaFuncAttributes code{};  // a GPU may run code that was compiled for an older one
       status = cudaFuncGetAttributes(&code, kernel);
       if (status != cudaSuccess) return status;
       version = code.ptxVersion;
     }
+    gpus_[device].holds = holds;
     gpus_[device].sm90 = major >= 9 && version >= 90;
     gpus_[device].sms.store(sms, std::memory_order_release);
     return cudaSuccess;

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <mutex>
+#include <utility>
 
 namespace fp8lt {
 
@@ -42,17 +43,29 @@ class Block {
 // Throws c10::Error with CUDA's reason; clears it, or torch's next check would report it again.
 void check_cuda(cudaError_t status, const char* what);
 
+struct Persistent;  // what a stream has for life
+
 // Scratch memory for launches on a stream, ours until this is destroyed: what is launched after
 // that may have the same. So threads that share a stream wait for each other.
 struct Workspace {
   void* pointer = nullptr;
   void* zeros = nullptr;  // kZeroBytes of them, where they are wanted: a launch leaves them so
   std::unique_lock<std::mutex> lock;
-  at::Tensor borrowed;  // inside a capture: the graph's own, from its pool; or larger than usual
+  at::Tensor borrowed;  // inside a capture, from the graph's pool; or of more than usual
 
-  static constexpr size_t kZeroBytes = 256;
+  static constexpr size_t kZeroBytes = 256, kTurnBytes = 256 << 10;
 
   Workspace(const c10::cuda::CUDAStream& stream, size_t bytes, bool wants_zeros = false);
+
+  // Two more pieces of kTurnBytes, which change places from call to call: zeros, which the launch
+  // may write, and what it must leave as zeros for the next. Null where that cannot be kept up.
+  std::pair<void*, void*> turn();
+
+  // After a launch that failed: nobody knows what it left.
+  void clear_turns(cudaStream_t stream);
+
+ private:
+  Persistent* persistent_ = nullptr;
 };
 
 bool is_capturing(cudaStream_t stream);

@@ -58,9 +58,18 @@ struct Quantize {
   void* sums;              // [cols] of x's columns, or null: not asked for; rows > 0
   RealType sums_type;      // what they are rounded to
   void* scratch;           // quantize_scratch_bytes, 16-byte aligned, of no other use until the end
-  uint32_t* counters;      // [kCounters] zero before and after, of no other use in between; delayed
+  uint32_t* counters;      // [kCounters] zero before and after, of no other use; kTensorwise
+  uint32_t* zeros;         // [kZeros] where `takes_zeros`, or null: then a memset makes them
+  uint32_t* next_zeros;    // [kZeros] that are left zero, for the call after this; `zeros` are not
 };
 constexpr int kCounters = 5;
+constexpr int64_t kZeros = 1 << 16;
+
+// Whether a quantise spares a memset by zeros that the call before it left.
+inline bool takes_zeros(const Quantize& q) {
+  return q.scaling == Scaling::kRowwise && q.rows > 0 && q.cols > 0 &&
+         padded(q.rows) + padded(q.cols) <= kZeros;
+}
 
 // Whether a GPU has the shared memory that `sums` takes.
 bool quantize_has_sums(int device);

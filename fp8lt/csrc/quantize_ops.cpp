@@ -63,12 +63,20 @@ class Quantising {
 
   void run() {
     const auto stream = c10::cuda::getCurrentCUDAStream();
-    const bool counts = q.history.state != nullptr;
-    const Workspace workspace(stream, quantize_scratch_bytes(q), counts);
+    const bool counts = q.scaling == Scaling::kTensorwise;
+    Workspace workspace(stream, quantize_scratch_bytes(q), counts);
     static_assert(kCounters * sizeof(uint32_t) <= Workspace::kZeroBytes);
+    static_assert(kZeros * sizeof(uint32_t) == Workspace::kTurnBytes);
     q.scratch = workspace.pointer;
     q.counters = static_cast<uint32_t*>(workspace.zeros);
-    check_cuda(quantize(q, stream), "quantize");
+    if (takes_zeros(q)) {
+      const auto [zeros, next] = workspace.turn();
+      q.zeros = static_cast<uint32_t*>(zeros);
+      q.next_zeros = static_cast<uint32_t*>(next);
+    }
+    const cudaError_t status = quantize(q, stream);
+    if (status != cudaSuccess) workspace.clear_turns(stream);
+    check_cuda(status, "quantize");
   }
 
   const int64_t cols, rows;

@@ -99,7 +99,14 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocksPerSm)
     axis_amax_kernel(const Quantize q, const Grid grid, uint32_t* row_amax, uint32_t* col_amax,
                      uint32_t strip) {
   __shared__ uint32_t warps[kWarps][kTile];
+  wait_for_last_kernel();
   let_next_kernel_start();
+  if (q.next_zeros != nullptr) {
+    for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < kZeros;
+         i += int64_t{gridDim.x} * kThreads) {
+      q.next_zeros[i] = 0;
+    }
+  }
   const uint32_t strips_down = blockIdx.x / grid.across.divisor;
   uint32_t tile = strips_down * strip * grid.across.divisor + blockIdx.x % grid.across.divisor;
   AxisAmax<T, kFolds> amax{};
@@ -135,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
   const Share share{blockIdx.x, gridDim.x};
   const Shared shared = shared_memory();
   const Walk walk(grid.tiles, share);
-  // x is not what the kernel before this one writes: it was there before that began.
+  // x is not what the kernel before this one writes: it was there before that let this one start.
   fetch_first<T>(q, grid, walk, shared);
   wait_for_last_kernel();
   if (q.scale_inv != nullptr) {
@@ -172,15 +179,18 @@ cudaError_t launch_rowwise(const Quantize& q, cudaStream_t stream) {
                                     &gpu);
   if (status != cudaSuccess) return status;
   const Grid grid = grid_of(q);
-  uint32_t* amax = static_cast<uint32_t*>(q.scratch);
+  uint32_t* const scratch = static_cast<uint32_t*>(q.scratch);
+  uint32_t* const amax = q.zeros != nullptr ? q.zeros : scratch;
   // Not by the copies: of an empty matrix they are null, and the other dimension has scales.
   const bool needs_rows = q.scale_inv != nullptr;
   const bool needs_cols = q.scale_inv_t != nullptr && !q.folded;
   uint32_t* row_amax = needs_rows ? amax : nullptr;
   uint32_t* col_amax = needs_cols ? amax + padded(q.rows) : nullptr;
-  float* tile_sums = reinterpret_cast<float*>(amax + padded(q.rows) + padded(q.cols));
-  status = cudaMemsetAsync(amax, 0, amax_bytes(q), stream);
-  if (status != cudaSuccess) return status;
+  float* tile_sums = reinterpret_cast<float*>(scratch + padded(q.rows) + padded(q.cols));
+  if (q.zeros == nullptr) {
+    status = cudaMemsetAsync(amax, 0, amax_bytes(q), stream);
+    if (status != cudaSuccess) return status;
+  }
   if (grid.tiles > 0) {
     const uint32_t across = grid.across.divisor, down = grid.tiles / across;
     // Long strips mean few atomics; some waves of blocks, an even end.
@@ -189,8 +199,8 @@ cudaError_t launch_rowwise(const Quantize& q, cudaStream_t stream) {
     const uint32_t strip = static_cast<uint32_t>(std::max<int64_t>(1, grid.tiles / blocks));
     const bool folds = q.fold_cols != nullptr || q.fold_rows != nullptr;
     const auto kernel = folds ? axis_amax_kernel<T, true> : axis_amax_kernel<T, false>;
-    status = launch(kernel, int64_t{across} * ((down + strip - 1) / strip), 0, stream, nullptr, q,
-                    grid, row_amax, col_amax, strip);
+    status = launch_early(*gpu, kernel, int64_t{across} * ((down + strip - 1) / strip), 0, stream,
+                          q, grid, row_amax, col_amax, strip);
     if (status != cudaSuccess) return status;
   }
   status = launch_early(*gpu, q.folded ? folded_kernel : plain_kernel,

@@ -31,10 +31,7 @@ struct RecordingScale : TensorScale {
 
   __device__ explicit RecordingScale(float scale) : TensorScale{scale}, largest(0) {}
   __device__ void enter(const Patch<T>& patch, const Place&, int) {
-#pragma unroll
-    for (int l = 0; l < kPatchRows * kLines<T>; ++l) {
-      largest = add_magnitudes<T>(largest, patch.lines[l / kLines<T>][l % kLines<T>]);
-    }
+    largest = add_patch(largest, patch);
   }
 };
 
@@ -227,10 +224,7 @@ struct SquareScales {
   template <typename T>
   __device__ void enter(const Patch<T>& patch, const Place& at, int) {
     uint32_t largest = 0;
-#pragma unroll
-    for (int l = 0; l < kPatchRows * kLines<T>; ++l) {
-      largest = add_magnitudes<T>(largest, patch.lines[l / kLines<T>][l % kLines<T>]);
-    }
+    largest = add_patch(largest, patch);
     largest = block_max(__float_as_uint(Bits<T>::widest(largest)));
     scale = scale_of<kType>(__uint_as_float(largest), q.power_of_two);
     store(q.scale_inv, at.down, at.across, q.cols);

@@ -170,11 +170,9 @@ __device__ void fetch(const Quantize& q, const Grid& grid, uint32_t tile, uint4*
   }
 }
 
-// What arrived in `place`, when all but the latest kPlaces - 1 commits of this thread have.
+// This thread's patch of the tile in `place`.
 template <typename T>
-__device__ Patch<T> receive(uint4* place) {
-  __pipeline_wait_prior(kPlaces<T> - 1);
-  asm volatile("" ::: "memory");  // the wait alone does not keep the reads behind it
+__device__ Patch<T> patch_in(uint4* place) {
   Patch<T> patch;
 #pragma unroll
   for (int r = 0; r < kPatchRows; ++r) {
@@ -182,6 +180,31 @@ __device__ Patch<T> receive(uint4* place) {
     for (int i = 0; i < kLines<T>; ++i) patch.lines[r][i] = *line_in<T>(place, r, i);
   }
   return patch;
+}
+
+// The larger of `largest` and of every magnitude in a patch.
+template <typename T>
+__device__ uint32_t add_patch(uint32_t largest, const Patch<T>& patch) {
+#pragma unroll
+  for (int l = 0; l < kPatchRows * kLines<T>; ++l) {
+    largest = add_magnitudes<T>(largest, patch.lines[l / kLines<T>][l % kLines<T>]);
+  }
+  return largest;
+}
+
+// Wait until all but the latest `kOnTheirWay` commits of this thread have arrived.
+template <int kOnTheirWay>
+__device__ void wait_for_copies() {
+  __pipeline_wait_prior(kOnTheirWay);
+  asm volatile("" ::: "memory");  // the wait alone does not keep the reads behind it
+}
+__device__ inline void receive_all() { wait_for_copies<0>(); }
+
+// What arrived in `place`, when all but the latest kPlaces - 1 commits of this thread have.
+template <typename T>
+__device__ Patch<T> receive(uint4* place) {
+  wait_for_copies<kPlaces<T> - 1>();
+  return patch_in<T>(place);
 }
 
 // The bytes of four columns that are not padding, which is zero whatever the scale: 0 * NaN is not.

@@ -144,6 +144,16 @@ int run_quantize(fp8lt::Quantize* q) {
   q->scratch = scratch.data();
   std::vector<uint32_t> counters(fp8lt::kCounters + 1);
   q->counters = counters.data();
+  // Two pieces in turn, as a workspace has them; what was not left zero spoils the next quantise.
+  static std::vector<uint32_t> turns[2] = {std::vector<uint32_t>(fp8lt::kZeros),
+                                           std::vector<uint32_t>(fp8lt::kZeros)};
+  static bool is_odd = false, spares = false;
+  spares = !spares;  // both ways
+  if (spares && fp8lt::takes_zeros(*q)) {
+    is_odd = !is_odd;
+    q->zeros = turns[is_odd].data();
+    q->next_zeros = turns[!is_odd].data();
+  }
   const int status = fp8lt::quantize(*q, nullptr);
   for (const uint32_t counter : counters) {
     if (counter != 0) std::fprintf(stderr, "a counter is not zero after the launch\n"), std::abort();
