@@ -108,29 +108,31 @@ inline int cast_shared_bytes(const Quantize& q) {
   return q.sums != nullptr ? kSharedBytesSums : kSharedBytes;
 }
 
+// Launch `blocks` in clusters of `cluster`, while the kernel before them in the stream may still
+// run: they must wait for that, by wait_for_last_kernel. Older GPUs have neither.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int shared_bytes,
-                   cudaStream_t stream, const cudaLaunchAttribute* attribute,
-                   const Arguments&... arguments) {
+cudaError_t launch_clusters(const Gpu& gpu, void (*kernel)(Parameters...), int64_t blocks,
+                            int cluster, int shared_bytes, cudaStream_t stream,
+                            const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = const_cast<cudaLaunchAttribute*>(attribute);
-  config.numAttrs = attribute != nullptr ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = !gpu.sm90 ? 0 : cluster == 1 ? 1 : 2;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// As `launch`, while the kernel before it in the stream may still run: it must wait for that, by
-// wait_for_last_kernel. Where that does not exist, an ordinary launch.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_early(const Gpu& gpu, void (*kernel)(Parameters...), int64_t blocks,
                          int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  return launch(kernel, blocks, shared_bytes, stream, gpu.sm90 ? &early : nullptr, arguments...);
+  return launch_clusters(gpu, kernel, blocks, 1, shared_bytes, stream, arguments...);
 }
 
 // Call `function` with a value of x's type and the FP8 type as its template arguments.

@@ -200,6 +200,7 @@ __global__ void __launch_bounds__(kThreads, kCastBlocksPerSm)
   __shared__ uint32_t warp_largest[kCluster * kWarps];  // of the whole cluster, in every block
   const auto cluster = cooperative_groups::this_cluster();
   auto started = cluster.barrier_arrive();
+  wait_for_last_kernel();
   const Share share{blockIdx.x, gridDim.x};  // the grid is the cluster
   const Shared shared = shared_memory();
   const Walk walk(grid.tiles, share);
@@ -271,12 +272,8 @@ cudaError_t launch_tensorwise(const Quantize& q, cudaStream_t stream) {
   const int64_t work = needs_tiles(q) ? grid.tiles : (lines + kStep - 1) / kStep;
   const int64_t blocks = gpu->blocks(work, kCastBlocksPerSm);
   if (gpu->sm90 && work <= kCluster * (needs_tiles(q) ? kPlaces<T> : 1)) {
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = kCluster;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-    status = launch(cluster_kernel<T, kType>, kCluster, shared_bytes, stream, &cluster, q, grid,
-                    tile_sums);
+    status = launch_clusters(*gpu, cluster_kernel<T, kType>, kCluster, kCluster, shared_bytes,
+                             stream, q, grid, tile_sums);
   } else if (kHolds<T> && gpu->holds && needs_tiles(q) && q.sums == nullptr && grid.tiles > 0) {
     status = launch_early(*gpu, holding<T, kType>(), std::min<int64_t>(blocks, kMostGroups),
                           kSharedBytesHeld, stream, q, grid);
