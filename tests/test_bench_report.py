@@ -82,16 +82,25 @@ def test_on_a_gpu_heat_comes_first_and_every_run_finds_a_cold_cache(
     assert log == ["heat"] * 4 + ["sync"] + (run.split() * 3 + ["sync"]) * batches
 
 
-def test_the_order_rotates_and_everybody_is_measured_once_a_round() -> None:
-    order: list[str] = []
-    entries = [
-        bench_timing.Entry(name, lambda name=name: order.append(name) or 1.0) for name in "abc"
-    ]
-    ticks: list[int] = []
-    bench_timing.run_rounds(entries, 4, lambda: ticks.append(1))
-    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
-    assert [len(entry.rounds_us) for entry in entries] == [4, 4, 4]
-    assert len(ticks) == 12
+def test_everybody_is_measured_once_a_round_and_nobody_always_after_the_same() -> None:
+    def order_of(rounds: int) -> str:
+        order: list[str] = []
+        entries = [
+            bench_timing.Entry(name, lambda name=name: order.append(name) or 1.0)
+            for name in "abcdefgh"
+        ]
+        ticks: list[int] = []
+        bench_timing.run_rounds(entries, rounds, lambda: ticks.append(1))
+        assert [len(entry.rounds_us) for entry in entries] == [rounds] * 8
+        assert len(ticks) == rounds * 8
+        return "".join(order)
+
+    order = order_of(5)
+    rounds = [order[i : i + 8] for i in range(0, 40, 8)]
+    assert all(sorted(one) == list("abcdefgh") for one in rounds)
+    for name in "abcdefgh":
+        assert len({one[one.index(name) - 1] for one in rounds}) > 2
+    assert order_of(6)[:40] == order  # the same in every run
 
 
 def test_errors_are_relative_and_not_a_number_is_an_error() -> None:

@@ -1,17 +1,20 @@
 """How the benchmark measures: equal heat, a cold L2 cache, medians of rounds.
 
-    per round     every contender once, in rotating order: heat, then the median of a few runs,
-                  one after the other: a wait between them would be a rest for the chip, the longer
-                  the slower the host
+    per round     every contender once, in an order drawn anew: heat, then the median of a few
+                  runs, one after the other: a wait between them would be a rest for the chip, the
+                  longer the slower the host
     ratio         reference's median / contender's median, both of the same round
     reported      the median over the rounds
 
 A card's clocks follow its power: whoever is measured on a cool chip looks up to 15 % faster. So
 the same heat, a burst of bf16 GEMMs, comes before each measurement, and only times of one round
-are compared. A contender that raises is out, with its reason, and the others go on.
+are compared. It does not make up for all of the seconds before: behind one that waits for its host
+the chip is cooler, so nobody always follows the same one. A contender that raises is out, with its
+reason, and the others go on.
 """
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -141,10 +144,10 @@ class Entry:
 
 
 def run_rounds(entries: Sequence[Entry], rounds: int, tick: Callable[[], Any]) -> None:
-    """Measure every entry once a round; the order rotates from round to round."""
-    for number in range(rounds):
-        first = number % max(len(entries), 1)
-        for entry in (*entries[first:], *entries[:first]):
+    """Measure every entry once a round, in an order drawn anew: the same orders in every run."""
+    draw = random.Random(0)
+    for _ in range(rounds):
+        for entry in draw.sample(entries, len(entries)):
             if entry.failure is None:
                 try:
                     entry.rounds_us.append(entry.measure())
