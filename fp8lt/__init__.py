@@ -11,6 +11,7 @@ model. Recipes, by name or as objects: "tensorwise" (`DynamicScaling`), "delayed
 "blockwise" (`BlockScaling`).
 
 CUDA tensors run natively where the GPU has FP8; CPU tensors run emulated, with the same numbers.
+`is_available` says which.
 """
 
 from . import build
@@ -34,6 +35,7 @@ from .module import (
     reuse_weights,
     revert,
 )
+from .ops import is_available
 from .recipe import BlockScaling, DelayedScaling, DynamicScaling, RowwiseScaling
 from .state import DelayedState
 
@@ -57,6 +59,7 @@ __all__ = [
     "delayed_state_dict",
     "disable_fp8",
     "fp8_autocast",
+    "is_available",
     "linear",
     "load_delayed_state_dict",
     "quantize_weight",

@@ -100,14 +100,14 @@ def run(
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # autocast raises for meta
         x = x.to(torch.get_autocast_dtype(kind))
-    emulated = ops.backend(x.device, recipe.emulate, recipe.name)
+    backend = ops.backend(x.device, recipe.emulate, recipe.name)
     out_dtype = out_dtype or x.dtype
     histories = None
     if state is not None:
         histories, w_quantized = state.histories(_wants_gradients(x, w, bias), w_quantized)
-    if x.is_cuda and not emulated and not torch.compiler.is_compiling():
+    if x.is_cuda and backend == ops.OPERATORS and not torch.compiler.is_compiling():
         return ops.linear(x, w, bias, w_quantized, recipe, out_dtype, histories, sums)
-    args = (x, w, bias, w_quantized, recipe, out_dtype, emulated, histories)
+    args = (x, w, bias, w_quantized, recipe, out_dtype, backend, histories)
     if not _wants_gradients(x, w, bias):
         return _forward(*args, need_x=False, need_w=False)[0]
     y: Tensor = _Linear.apply(*args, sums)
@@ -133,7 +133,7 @@ def quantize_weight(
     """
     recipe = resolve(recipe)
     _check_state(state, w, recipe)
-    emulated = ops.backend(w.device, recipe.emulate, recipe.name)
+    emulated = ops.backend(w.device, recipe.emulate, recipe.name).emulated
     history = None if state is None else state.history_of_w()
     with torch.no_grad():
         return operands.quantize_w(w, recipe, history, transposed=transposed, emulated=emulated)
@@ -146,7 +146,7 @@ def _forward(
     w_quantized: ops.Quantized | None,
     recipe: Recipe,
     out_dtype: torch.dtype,
-    emulated: bool,
+    backend: ops.Backend,
     histories: Histories | None,
     *,
     need_x: bool,
@@ -156,6 +156,7 @@ def _forward(
     *lead, k = x.shape
     x = x.reshape(math.prod(lead), k)
     x_history, w_history = (histories.x, histories.w) if histories else (None, None)
+    emulated = backend.emulated
     xq = operands.quantize_x(x, recipe, x_history, transposed=need_w, emulated=emulated)
     wq = w_quantized or operands.quantize_w(
         w, recipe, w_history, transposed=need_x, emulated=emulated
@@ -163,7 +164,7 @@ def _forward(
     y = ops.gemm_nt(
         xq.data, wq.data, xq.scale_inv, wq.scale_inv, x.shape[0], w.shape[0],
         bias=bias, out_dtype=out_dtype, scaling=operands.scalings(recipe).output,
-        fast_accum=recipe.fast_accum_output, emulated=emulated,
+        fast_accum=recipe.fast_accum_output, emulated=emulated, scaled_mm=backend.scaled_mm,
     )  # fmt: skip
     if len(lead) != 1:
         # A view would forbid to change the result in place (nn.ReLU(inplace=True), y += residual).
@@ -221,7 +222,7 @@ class _Linear(torch.autograd.Function):
         w_quantized: ops.Quantized | None,
         recipe: Recipe,
         out_dtype: torch.dtype,
-        emulated: bool,
+        backend: ops.Backend,
         histories: Histories | None,
         main_grad: MainGrad,
     ) -> Tensor:
@@ -231,14 +232,14 @@ class _Linear(torch.autograd.Function):
         ctx.keep_x = need_w and operands.keeps_x(recipe)
         ctx.history_of_w = histories.w.kept() if ctx.recompute_w and histories else None
         y, xq, wq = _forward(
-            x, w, bias, w_quantized, recipe, out_dtype, emulated, histories,
+            x, w, bias, w_quantized, recipe, out_dtype, backend, histories,
             need_x=need_x and not ctx.recompute_w, need_w=need_w and not ctx.keep_x,
         )  # fmt: skip
         ctx.save_for_backward(
             *_saved(need_w, x if ctx.keep_x else None, xq),
             *_saved(need_x, w if ctx.recompute_w else None, wq),
         )
-        ctx.recipe, ctx.emulated, ctx.x_shape = recipe, emulated, x.shape
+        ctx.recipe, ctx.backend, ctx.x_shape = recipe, backend, x.shape
         ctx.main_grad = main_grad
         ctx.history_of_dy = histories.dy if histories else None
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
@@ -251,7 +252,9 @@ class _Linear(torch.autograd.Function):
             return (None,) * 9
         x, x_t, x_scale_inv, x_fold, w, w_t, w_scale_inv, w_fold = ctx.saved_tensors
         need_x, need_w, need_bias, *_ = ctx.needs_input_grad
-        recipe, emulated, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.emulated, ctx.dtypes
+        recipe, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.dtypes
+        emulated, scaled_mm = ctx.backend.emulated, ctx.backend.scaled_mm
+        how = {"emulated": emulated, "scaled_mm": scaled_mm}
         scalings, (*lead, k) = operands.scalings(recipe), ctx.x_shape
         m, n = math.prod(lead), dy.shape[-1]
         dy = dy.reshape(m, n)
@@ -273,15 +276,13 @@ class _Linear(torch.autograd.Function):
         if need_x:
             dx = ops.gemm_nt(
                 dyq.data, w_t, dyq.scale_inv, w_scale_inv, m, k, out_dtype=x_dtype,
-                scaling=scalings.grad_input, fast_accum=recipe.fast_accum_grad_input,
-                emulated=emulated,
+                scaling=scalings.grad_input, fast_accum=recipe.fast_accum_grad_input, **how,
             ).view(ctx.x_shape)  # fmt: skip
         total, _ = ctx.main_grad
         if columns_of_dy:
             factors = (dyq.data_t, x_t, dyq.scale_inv_t, x_scale_inv)
             options = {
-                "scaling": scalings.grad_weight, "fast_accum": recipe.fast_accum_grad_weight,
-                "emulated": emulated,
+                "scaling": scalings.grad_weight, "fast_accum": recipe.fast_accum_grad_weight, **how,
             }  # fmt: skip
             if total is None:
                 dw = ops.gemm_nt(*factors, n, k, out_dtype=w_dtype, **options)

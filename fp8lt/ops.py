@@ -17,8 +17,9 @@ taken before padding. `gemm_nt` is told the true m and n and returns exactly tha
 see a shape that was not theirs.
 
 Backends: CPU runs `emulate`; CUDA runs the compiled extension, which registers itself for these
-operators; any device runs `emulate` when asked (`emulated=True`). Outputs are always contiguous
-and their shapes depend on shapes and dtypes alone.
+operators; any device runs `emulate` when asked (`emulated=True`), and GEMMs by `torch._scaled_mm`
+where that is what the GPU has (`scaled_mm=True`). Outputs are always contiguous and their shapes
+depend on shapes and dtypes alone.
 """
 
 import functools
@@ -28,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
-from . import build, device, schemas, settings
+from . import build, device, scaled_mm_gemm, schemas, settings
 from .emulate import Scaling
-from .recipe import NAMES, DelayedScaling, Recipe
+from .recipe import NAMES, DelayedScaling, Recipe, resolve
 from .state import Histories
 
 REAL_DTYPES = schemas.REAL_DTYPES
@@ -186,6 +187,7 @@ def gemm_nt(
     fast_accum: bool = False,
     scaling: tuple[int, int] = (Scaling.TENSORWISE, Scaling.TENSORWISE),
     emulated: bool = False,
+    scaled_mm: bool = False,
 ) -> Tensor:
     """Return `(a * a_scale_inv) @ (b * b_scale_inv).T + bias`, [m, n] in `out_dtype`.
 
@@ -202,6 +204,8 @@ def gemm_nt(
     """
     epilogue, after = _place_bias(bias, out_dtype)
     call = schemas.gemm_nt if emulated else torch.ops.fp8lt.gemm_nt.default
+    if scaled_mm:
+        call = scaled_mm_gemm.gemm_nt
     a_scaling, b_scaling = map(int, scaling)  # a graph knows no enums
     y: Tensor = call(
         a, b, a_scale_inv, b_scale_inv, m, n, epilogue, out_dtype, fast_accum, a_scaling, b_scaling
@@ -219,11 +223,18 @@ def gemm_nt_add(
     fast_accum: bool = False,
     scaling: tuple[int, int] = (Scaling.TENSORWISE, Scaling.TENSORWISE),
     emulated: bool = False,
+    scaled_mm: bool = False,
 ) -> None:
     """Add `(a * a_scale_inv) @ (b * b_scale_inv).T` to `d` [m, n], f32 and contiguous.
 
     In the GEMM itself where its rows are a multiple of 16 bytes. The rest as for `gemm_nt`.
     """
+    if scaled_mm:
+        d += gemm_nt(
+            a, b, a_scale_inv, b_scale_inv, *d.shape, out_dtype=d.dtype, fast_accum=fast_accum,
+            scaling=scaling, scaled_mm=True,
+        )  # fmt: skip
+        return
     call = schemas.gemm_nt_add if emulated else torch.ops.fp8lt.gemm_nt_add.default
     call(a, b, a_scale_inv, b_scale_inv, d, fast_accum, *map(int, scaling))
 
@@ -237,23 +248,36 @@ def _place_bias(bias: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor | N
     return bias.to(out_dtype), None  # what autocast does to a float32 bias, too
 
 
-def backend(where: torch.device, emulated: bool = False, recipe: str = "tensorwise") -> bool:
-    """Decide how tensors on `where` run; return whether that is `emulate` called directly.
+class Backend(NamedTuple):
+    """How tensors of a device run: the keyword arguments of `gemm_nt`, the first of a quantise."""
+
+    emulated: bool  # in plain PyTorch in place of the operators' kernels
+    scaled_mm: bool  # but for the GEMMs, which are torch._scaled_mm's
+
+
+OPERATORS = Backend(emulated=False, scaled_mm=False)
+EMULATED = Backend(emulated=True, scaled_mm=False)
+
+
+def backend(where: torch.device, emulated: bool = False, recipe: str = "tensorwise") -> Backend:
+    """Decide how tensors on `where` run.
 
     recipe: the name of the recipe, since not every GPU with FP8 has every scaling.
 
-    Raises RuntimeError, with the reason, where native FP8 does not exist and emulation was not
-    asked for, by `emulated` or FP8LT_EMULATE=1.
+    Raises RuntimeError, with the reason, where FP8 GEMMs do not exist and emulation was not asked
+    for, by `emulated` or FP8LT_EMULATE=1.
     """
     if where.type in ("cpu", "meta"):
-        return False  # the operators themselves: emulated on a CPU, shapes alone on meta
+        return OPERATORS  # emulated on a CPU, shapes alone on meta
     if emulated:
-        return True
-    reason = why_not_native(where, recipe)
-    if reason is None:
-        return False
+        return EMULATED
+    way, reason = support(where, recipe)
+    if way == "native":
+        return OPERATORS
+    if way == "scaled_mm":
+        return Backend(emulated=build.loaded_library() is None, scaled_mm=True)
     if settings.read().emulate:
-        return True
+        return EMULATED
     raise RuntimeError(
         f"fp8lt: no native FP8 for tensors on {where}: {reason}\n"
         "Set FP8LT_EMULATE=1, or emulate=True in the recipe, to compute in plain PyTorch (slow)."
@@ -265,15 +289,46 @@ def backend(where: torch.device, emulated: bool = False, recipe: str = "tensorwi
 backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def why_not_native(where: torch.device, recipe: str) -> str | None:
-    """Return why tensors on a GPU do not run a recipe natively, or None if they do."""
-    support = device.support(where, recipe)
-    if not support.native:
-        return support.reason
+def support(where: torch.device, recipe: str) -> device.Support:
+    """Say by which way tensors on a GPU run a recipe: by what the GPU has, and what is built."""
+    found = device.support(where, recipe)
+    if found.way == "refused" or device.amd_architecture(where) is not None:
+        return found
     failure = build.ensure()
-    if failure is not None or recipe in device.ONE_SCALE:
-        return failure  # one scale is what every cuBLASLt with FP8 has
-    return device.cublaslt_reason(_loaded_cublaslt(), recipe)
+    if failure is None:
+        return device.with_cublaslt(found, _loaded_cublaslt(), recipe)
+    if settings.read().build == "off":
+        return device.without_extension(found, failure, recipe)
+    return device.Support("refused", failure)
+
+
+class Availability(NamedTuple):
+    """Whether FP8 runs on FP8 units, and by which way or why not."""
+
+    available: bool
+    reason: str
+
+
+def is_available(
+    recipe: str | Recipe = "tensorwise", device: torch.device | str | int | None = None
+) -> Availability:
+    """Say whether a recipe's GEMMs run on FP8 units of a device, and why: `(bool, str)`.
+
+    recipe: a name or a recipe object. device: by default the current GPU, or else the CPU, where
+    layers run emulated.
+    Compiles the extension if that is still to be done. A recipe that is not available is an error
+    on that device, or emulated if asked for (`emulate=True`, FP8LT_EMULATE=1).
+
+    Raises TypeError or ValueError for a recipe that there is not, and what `torch.device` raises.
+
+    Example:
+        >>> fp8lt.is_available(device="cpu")
+        Availability(available=False, reason='a CPU has no FP8 units')
+    """
+    if device is None:
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    way, reason = support(torch.device(device), resolve(recipe).name)
+    return Availability(way != "refused", reason)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ class Settings(NamedTuple):
     """What the user asked for through `FP8LT_*`."""
 
     build: BuildPolicy  # FP8LT_BUILD: when the extension is compiled
-    emulate: bool  # FP8LT_EMULATE: CUDA tensors run emulated where native FP8 does not exist
+    emulate: bool  # FP8LT_EMULATE: CUDA tensors run emulated where they would be refused
     cache_dir: str | None  # FP8LT_CACHE_DIR: where compiled extensions are kept
     verbose: bool  # FP8LT_VERBOSE: the whole log of a build, and autotune's choices, on stderr
     autotune: bool  # FP8LT_AUTOTUNE: choose GEMM kernels by time

@@ -28,7 +28,7 @@ def _no_gpu_reason() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA GPU in this machine"
     support = fp8lt.device.support(torch.device("cuda", 0))
-    return None if support.native else support.reason
+    return None if support.way == "native" else support.reason
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

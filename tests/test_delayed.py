@@ -366,7 +366,8 @@ def test_it_runs_on_every_gpu_that_tensorwise_runs_on() -> None:
             device.capability_support("a GPU", capability, n) for n in ("tensorwise", "delayed")
         ]
         assert answers[0] == answers[1]
-    assert device.cublaslt_reason(120804, "delayed") is None
+    native = device.Support("native", "")
+    assert device.with_cublaslt(native, 120804, "delayed") == native
 
 
 def test_a_layer_converted_in_inference_mode_trains_outside_of_it() -> None:

@@ -1,15 +1,18 @@
 """Devices: formats by architecture, support with reasons, nothing asked at import."""
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fp8lt
-from fp8lt import device, ops, settings
+from fp8lt import build, device, ops, settings
 
 GPU0 = torch.device("cuda", 0)
 
@@ -45,8 +48,6 @@ def test_amd_formats_follow_the_architecture(
     assert device.formats(GPU0) == formats
     assert torch.finfo(device.formats(GPU0).e4m3).max == e4m3_max
     assert torch.finfo(device.formats(GPU0).e5m2).max == 57344
-    with pytest.raises(RuntimeError, match=rf"cuda:0 is an AMD {architecture.split(':')[0]}\n"):
-        ops.backend(GPU0)
     assert device.formats(torch.device("cpu")) == device.OCP
 
 
@@ -67,73 +68,135 @@ def test_a_whole_layer_runs_emulated_in_an_amd_chips_formats(
     assert (y - want).norm() / want.norm() < 0.05  # measured up to 0.039 over five seeds
 
 
-@pytest.mark.parametrize(
-    ("name", "capability", "native"),
-    [
-        ("NVIDIA T4", (7, 5), False),
-        ("NVIDIA A100", (8, 0), False),
-        ("NVIDIA A10", (8, 6), False),
-        ("NVIDIA L4", (8, 9), True),
-        ("NVIDIA H200", (9, 0), True),
-        ("NVIDIA B200", (10, 0), True),
-        ("NVIDIA GeForce RTX 5090", (12, 0), True),
-    ],
-)
-def test_support_follows_the_compute_capability(
-    name: str, capability: tuple[int, int], native: bool
-) -> None:
-    support = device.capability_support(name, capability)
-    assert support.native == native
-    assert name in support.reason
-    assert native or "FP8 needs 8.9 or newer" in support.reason
+NATIVE, SCALED_MM, REFUSED = "native", "scaled_mm", "refused"
+NO_FP8 = (REFUSED, REFUSED, REFUSED)
+TENSORS_NATIVE = (NATIVE, SCALED_MM, REFUSED)
+BY_PYTORCH = (SCALED_MM, SCALED_MM, REFUSED)
+# A GPU, and its way with one scale per tensor, per row, per block.
+GPUS = [
+    ("NVIDIA T4", (7, 5), NO_FP8),
+    ("NVIDIA A100", (8, 0), NO_FP8),
+    ("NVIDIA A10", (8, 6), NO_FP8),
+    ("NVIDIA L4", (8, 9), TENSORS_NATIVE),
+    ("NVIDIA H200", (9, 0), (NATIVE, NATIVE, NATIVE)),
+    ("NVIDIA B200", (10, 0), TENSORS_NATIVE),
+    ("NVIDIA B300", (10, 3), TENSORS_NATIVE),
+    ("NVIDIA Thor", (11, 0), TENSORS_NATIVE),
+    ("NVIDIA GeForce RTX 5090", (12, 0), TENSORS_NATIVE),
+    ("AMD Instinct MI250X", "gfx90a:sramecc+:xnack-", NO_FP8),
+    ("AMD Radeon RX 7900 XTX", "gfx1100", NO_FP8),
+    ("AMD Instinct MI300A", "gfx940", NO_FP8),
+    ("AMD Instinct MI300X", "gfx942:sramecc+:xnack-", BY_PYTORCH),
+    ("AMD Instinct MI350X", "gfx950:sramecc+:xnack-", BY_PYTORCH),
+    ("AMD Radeon RX 9070 XT", "gfx1201", BY_PYTORCH),
+]
 
 
-@pytest.mark.parametrize("recipe", fp8lt.recipe.NAMES)
-@pytest.mark.parametrize(
-    ("name", "capability"),
-    [
-        ("NVIDIA A100", (8, 0)),
-        ("NVIDIA L4", (8, 9)),
-        ("NVIDIA H200", (9, 0)),
-        ("NVIDIA B200", (10, 0)),
-        ("NVIDIA GeForce RTX 5090", (12, 0)),
-    ],
-)
-def test_scales_finer_than_a_tensor_are_hoppers_alone(
-    name: str, capability: tuple[int, int], recipe: str
-) -> None:
-    """BUG-11."""
-    support = device.capability_support(name, capability, recipe)
-    assert support.native == (
-        capability == (9, 0) or (recipe in device.ONE_SCALE and capability > (8, 0))
-    )
-    assert name in support.reason
-    if not support.native and capability > (8, 0):
-        scales = "a scale per block" if recipe == "blockwise" else "a scale per row"
-        assert f"recipe '{recipe}' needs {scales}, which cuBLASLt has for 9.0" in support.reason
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, tuple[int, int] | str], None]:
+    """Have the first GPU be one of that name and kind, and the extension be there."""
 
+    def pretend(name: str, kind: tuple[int, int] | str) -> None:
+        if isinstance(kind, str):
+            pretend_amd(monkeypatch, kind)
+            monkeypatch.setattr(build, "ensure", lambda: pytest.fail("no CUDA here"))
+            return
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: kind)
+        monkeypatch.setattr(build, "ensure", lambda: None)
+        monkeypatch.setattr(build, "loaded_library", lambda: Path("fp8lt.so"))
+        device.support.cache_clear()
 
-@pytest.mark.parametrize("recipe", fp8lt.recipe.NAMES)
-def test_a_recipe_without_its_scales_is_refused_or_emulated_on_request(
-    monkeypatch: pytest.MonkeyPatch, recipe: str
-) -> None:
-    """BUG-11."""
-    support, loaded = device.Support(True, ""), [130101]
-    monkeypatch.setattr(device, "support", lambda where, recipe: support)
-    monkeypatch.setattr(fp8lt.build, "ensure", lambda: None)
-    monkeypatch.setattr(ops, "_loaded_cublaslt", lambda: loaded[0])
+    monkeypatch.setattr(ops, "_loaded_cublaslt", lambda: 130101)
     monkeypatch.delenv("FP8LT_EMULATE", raising=False)
-    assert not ops.backend(GPU0, recipe=recipe)
-    loaded[0] = 120804
-    if recipe in device.ONE_SCALE:
-        assert not ops.backend(GPU0, recipe=recipe)
+    monkeypatch.delenv("FP8LT_BUILD", raising=False)
+    return pretend
+
+
+@pytest.mark.parametrize("recipe", fp8lt.recipe.NAMES)
+@pytest.mark.parametrize(("name", "kind", "ways"), GPUS, ids=[one[0] for one in GPUS])
+def test_every_gpu_has_an_answer_for_every_recipe(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: Callable[[str, tuple[int, int] | str], None],
+    recipe: str,
+    name: str,
+    kind: tuple[int, int] | str,
+    ways: tuple[str, str, str],
+) -> None:
+    """BUG-11, BUG-87."""
+    gpu(name, kind)
+    way = ways[2 if recipe == "blockwise" else recipe.startswith("rowwise")]
+    available, reason = fp8lt.is_available(recipe, GPU0)
+    assert ops.support(GPU0, recipe) == (way, reason)
+    assert available == (way != REFUSED)
+    amd = isinstance(kind, str)
+    named = f"cuda:0 is an AMD {kind.split(':')[0]}" if amd else (
+        f"{name} has compute capability {kind[0]}.{kind[1]}"
+    )  # fmt: skip
+    assert reason.startswith(named)
+    if way != REFUSED:
+        assert ("torch._scaled_mm" in reason) == (way == SCALED_MM)
+        assert ops.backend(GPU0, recipe=recipe) == (amd, way == SCALED_MM)
         return
-    message = rf"recipe '{recipe}' needs cuBLASLt 120900 .* has loaded 120804\n.*FP8LT_EMULATE=1"
-    with pytest.raises(RuntimeError, match=message):
+    if ways == NO_FP8:
+        assert ("FP8 needs one of gfx942" if amd else "FP8 needs 8.9 or newer") in reason
+    else:
+        assert "recipe 'blockwise' needs a scale per block, which" in reason
+    with pytest.raises(RuntimeError, match=f"tensors on cuda:0: {re.escape(reason)}\n.*EMULATE=1"):
         ops.backend(GPU0, recipe=recipe)
-    assert ops.backend(GPU0, emulated=True, recipe=recipe)
+    assert ops.backend(GPU0, emulated=True, recipe=recipe) == ops.EMULATED
     monkeypatch.setenv("FP8LT_EMULATE", "1")
-    assert ops.backend(GPU0, recipe=recipe)
+    assert ops.backend(GPU0, recipe=recipe) == ops.EMULATED
+
+
+@pytest.mark.parametrize("recipe", fp8lt.recipe.NAMES)
+def test_an_older_cublaslt_leaves_scales_per_row_to_pytorch_and_refuses_blocks(
+    gpu: Callable[[str, tuple[int, int] | str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+) -> None:
+    """BUG-11."""
+    gpu("NVIDIA H200", (9, 0))
+    monkeypatch.setattr(ops, "_loaded_cublaslt", lambda: 120804)
+    way, reason = ops.support(GPU0, recipe)
+    if recipe in ("tensorwise", "delayed"):
+        assert way == NATIVE
+        return
+    assert way == (REFUSED if recipe == "blockwise" else SCALED_MM)
+    assert (
+        f"recipe '{recipe}' needs cuBLASLt 120900 (12.9) or newer; torch has loaded 120804"
+        in reason
+    )
+
+
+@pytest.mark.parametrize("recipe", fp8lt.recipe.NAMES)
+def test_a_gpu_whose_extension_is_not_wanted_multiplies_by_pytorch_one_that_failed_says_why(
+    gpu: Callable[[str, tuple[int, int] | str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+) -> None:
+    gpu("NVIDIA H200", (9, 0))
+    monkeypatch.setattr(build, "ensure", lambda: "no nvcc")
+    monkeypatch.setattr(build, "loaded_library", lambda: None)
+    assert ops.support(GPU0, recipe) == (REFUSED, "no nvcc")
+    with pytest.raises(RuntimeError, match="no nvcc"):
+        ops.backend(GPU0, recipe=recipe)
+    monkeypatch.setenv("FP8LT_BUILD", "off")
+    if recipe == "blockwise":
+        assert ops.support(GPU0, recipe) == (REFUSED, "no nvcc")
+        return
+    assert ops.support(GPU0, recipe).reason.startswith("no nvcc: GEMMs by torch._scaled_mm")
+    assert ops.backend(GPU0, recipe=recipe) == ops.Backend(emulated=True, scaled_mm=True)
+
+
+def test_what_is_available_here_and_what_is_asked_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert fp8lt.is_available() == (False, "a CPU has no FP8 units")
+    assert not fp8lt.is_available(fp8lt.BlockScaling(), "meta").available
+    with pytest.raises(ValueError, match=r"recipe: want one of tensorwise, .*; got 'fine'"):
+        fp8lt.is_available("fine")
+    with pytest.raises(TypeError, match="recipe: want a name or a recipe object, got int"):
+        fp8lt.is_available(3)  # type: ignore[arg-type]
 
 
 def test_other_devices_are_refused_with_a_reason() -> None:

@@ -338,7 +338,7 @@ def test_on_an_fp8_gpu_import_builds_what_it_is_told_to(
     build.on_import()
     assert len(calls) == at_import
     monkeypatch.setattr(device, "support", lambda *_: device.Support(True, "a GPU"))
-    assert not ops.backend(torch.device("cuda", 0))
+    assert ops.backend(torch.device("cuda", 0)) == ops.OPERATORS
     assert len(calls) == at_import + 1
 
 

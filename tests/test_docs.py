@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fp8lt
-from fp8lt import settings
+from fp8lt import device, settings
 from fp8lt.recipe import NAMES, Recipe, resolve
 
 ROOT = Path(__file__).parent.parent
@@ -175,6 +175,22 @@ def words(cell: str) -> set[str]:
     """Return the identifiers in the backquotes of a cell, without values."""
     code = re.sub(r'"\w+"|True|False', "", " ".join(spans(cell)))
     return set(re.findall(r"[A-Za-z_]\w+", code))
+
+
+def test_the_hardware_table_of_the_readme_is_that_of_the_device_layer() -> None:
+    told = {line[0]: tuple(line[2:]) for line in table("GPU")[1:]}
+    formats = {line[0]: line[1] for line in table("GPU")[1:]}
+    want = {"NVIDIA, compute capability below 8.9": ("refused",) * 3, "other AMD": ("refused",) * 3}
+    for (major, minor), ways in device.NVIDIA.items():
+        newest = (major, minor) == max(device.NVIDIA)
+        name = f"NVIDIA {major}.{minor}" + " or newer" * newest
+        (line,) = (gpu for gpu in told if gpu.startswith(name))
+        want[line] = ways
+    for architecture, ways in device.AMD.items():
+        (line,) = (gpu for gpu in told if architecture in gpu)
+        want[line] = ways
+        assert ("fnuz" in formats[line]) == architecture.startswith("gfx94")
+    assert told == want
 
 
 def test_the_recipes_of_the_readme_are_those_there_are() -> None:

@@ -327,6 +327,6 @@ def test_a_gpu_without_fp8_refuses_with_its_name_or_emulates_on_request(
     cuda = torch.device("cuda", 0)
     with pytest.raises(RuntimeError, match=r"cuda:0: NVIDIA A100 has compute capability 8\.0"):
         ops.backend(cuda)
-    assert ops.backend(cuda, emulated=True)
+    assert ops.backend(cuda, emulated=True) == ops.EMULATED
     monkeypatch.setenv("FP8LT_EMULATE", "1")
-    assert ops.backend(cuda)
+    assert ops.backend(cuda) == ops.EMULATED

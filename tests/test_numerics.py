@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fp8lt
+from fp8lt import ops
 from fp8lt.recipe import NAMES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
@@ -56,10 +57,10 @@ def test_families_have_their_outliers() -> None:
 def test_a_recipe_that_the_device_lacks_is_listed_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def lacks(where: torch.device, emulated: bool = False, recipe: str = "tensorwise") -> bool:
+    def lacks(where: torch.device, emulated: bool = False, recipe: str = "") -> ops.Backend:
         if recipe == "blockwise":
             raise RuntimeError("no scales per block\nand more")
-        return False
+        return ops.OPERATORS
 
     monkeypatch.setattr(fp8lt.ops, "backend", lacks)
     assert numerics.main(SMALL) == 0

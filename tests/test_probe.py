@@ -198,6 +198,8 @@ def test_every_recipe_has_its_own_verdict(
     }
     assert tuple(n for n in found if found[n]["verdict"] == "native") == native
     for name in set(found) - set(native):
+        by_rows = capability >= (8, 9) and name != "blockwise"
+        assert found[name]["verdict"] == ("scaled_mm" if by_rows else "refused")
         wanted = "torch has loaded 120800" if cublaslt < 120900 else f"{capability[0]}.0"
         assert wanted in found[name]["reason"]
     monkeypatch.setattr(build, "ensure", lambda: "no compiler")

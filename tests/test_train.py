@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fp8lt
+from fp8lt import ops
 from fp8lt.recipe import NAMES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
@@ -95,10 +96,10 @@ def test_converting_gives_the_layers_the_recipe(name: str) -> None:
 def test_a_recipe_that_the_device_lacks_is_refused_before_the_training(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def lacks(where: torch.device, emulated: bool = False, recipe: str = "tensorwise") -> bool:
+    def lacks(where: torch.device, emulated: bool = False, recipe: str = "") -> ops.Backend:
         if recipe == "blockwise":
             raise RuntimeError("fp8lt: no native FP8 for tensors on cuda: why\nWhat to set.")
-        return False
+        return ops.OPERATORS
 
     monkeypatch.setattr(fp8lt.ops, "backend", lacks)
     with pytest.raises(SystemExit, match="2"):

@@ -3,8 +3,10 @@
     python tools/probe_gpu.py           a table for people
     python tools/probe_gpu.py --json    one JSON document for programs
 
-Exit code: 0 where native FP8 works, 1 where only emulation does, 2 where something that should work
-is broken (a GPU with FP8 whose extension does not build, or whose products are wrong).
+A recipe is "native", by cuBLASLt and the extension's kernels; or "scaled_mm", by PyTorch's own FP8
+GEMM; or refused, for the reason given. Exit code: 0 where FP8 works, 1 where only emulation does, 2
+where something that should work is broken (a GPU with FP8 whose extension does not build, or whose
+products are wrong).
 """
 
 import argparse
@@ -62,7 +64,7 @@ class Gpu:
     architecture: str
     memory_gib: float
     driver: str | None
-    recipes: dict[str, dict[str, str]]  # name -> verdict ("native" or "refused") and reason
+    recipes: dict[str, dict[str, str]]  # name -> verdict, a `device.Way`, and reason
     expected: bool = False  # it has FP8 hardware and nobody switched it off
     checks: list[Check] = field(default_factory=list)
 
@@ -122,23 +124,23 @@ def probe() -> Report:
 
 
 def exit_code(report: Report) -> int:
-    """Return 2 if anything is broken, else 0 if any GPU is native, else 1."""
+    """Return 2 if anything is broken, else 0 if any GPU runs FP8, else 1."""
     gpus = report.gpus
-    native = [gpu for gpu in gpus if any(r["verdict"] == "native" for r in gpu.recipes.values())]
-    lost = [gpu for gpu in gpus if gpu.expected and gpu not in native]
+    able = [gpu for gpu in gpus if any(r["verdict"] != "refused" for r in gpu.recipes.values())]
+    lost = [gpu for gpu in gpus if gpu.expected and gpu not in able]
     wrong = [check for gpu in gpus for check in gpu.checks if not check.ok]
     if lost or wrong or report.emulation != "works":
         return 2
-    return 0 if native else 1
+    return 0 if able else 1
 
 
 def describe(index: int) -> Gpu:
     """Describe and check the GPU that torch calls cuda:`index`."""
     where = torch.device("cuda", index)
     properties = torch.cuda.get_device_properties(where)
-    expected = device.support(where).native and settings.read().build != "off"
+    expected = device.support(where).way == "native" and settings.read().build != "off"
     recipes = {name: verdict_on(where, name) for name in recipe.NAMES}
-    native = [name for name, found in recipes.items() if found["verdict"] == "native"]
+    able = [name for name, found in recipes.items() if found["verdict"] != "refused"]
     architecture = device.amd_architecture(where) or f"sm_{properties.major}{properties.minor}"
     return Gpu(
         name=properties.name,
@@ -147,16 +149,14 @@ def describe(index: int) -> Gpu:
         driver=driver_version(),
         recipes=recipes,
         expected=expected,
-        checks=[check for name in native for check in check_recipe(where, name)],
+        checks=[check for name in able for check in check_recipe(where, name)],
     )
 
 
 def verdict_on(where: torch.device, name: str) -> dict[str, str]:
-    """Say whether a recipe runs natively there, or what is lacking: GPU, extension, cuBLASLt."""
-    refusal = ops.why_not_native(where, name)
-    if refusal is not None:
-        return {"verdict": "refused", "reason": refusal}
-    return {"verdict": "native", "reason": device.support(where, name).reason}
+    """Say by which way a recipe runs there, or what is lacking: GPU, extension, cuBLASLt."""
+    way, reason = ops.support(where, name)
+    return {"verdict": way, "reason": reason}
 
 
 def unseen_gpus() -> list[Gpu]:
@@ -175,10 +175,13 @@ def unseen_gpus() -> list[Gpu]:
                 memory_gib=round(gpu.memory_bytes / 2**30, 1),
                 driver=gpu.driver,
                 recipes={
-                    name: {"verdict": "refused", "reason": why if found.native else found.reason}
+                    name: {
+                        "verdict": "refused",
+                        "reason": found.reason if found.way == "refused" else why,
+                    }
                     for name, found in supports.items()
                 },
-                expected=supports["tensorwise"].native and not hidden,
+                expected=supports["tensorwise"].way == "native" and not hidden,
             )
         )
     return gpus
@@ -230,19 +233,25 @@ def quantised(chosen: Recipe, where: torch.device) -> tuple[Quantized, Quantized
     """Return x, w and dy, quantised as a layer does; their rows differ in size."""
     m, n, k = SHAPE
     x, w, dy = (spread(*size, where, i) for i, size in enumerate(((m, k), (n, k), (m, n))))
-    formats, power_of_two = device.formats(where), chosen.power_of_two_scales
+    formats = device.formats(where)
     e4m3, of_dy = chosen.forward_dtype(formats), chosen.backward_dtype(formats)
+    options = {
+        "power_of_two": chosen.power_of_two_scales,
+        "emulated": ops.backend(where, recipe=chosen.name).emulated,
+    }
     if isinstance(chosen, BlockScaling):
-        rows, squares = (partial(ops.quantize_blockwise, square=s) for s in (False, True))
+        rows, squares = (
+            partial(ops.quantize_blockwise, square=s, **options) for s in (False, True)
+        )
         return rows(x, e4m3), squares(w, e4m3), rows(dy, of_dy)
     if not isinstance(chosen, RowwiseScaling):
-        one = ops.quantize_tensorwise
+        one = partial(ops.quantize_tensorwise, **options)
         return one(x, e4m3), one(w, e4m3), one(dy, of_dy)
-    quantise = partial(ops.quantize_rowwise, power_of_two=power_of_two)
+    quantise = partial(ops.quantize_rowwise, **options)
     xq, wq = (quantise(t, e4m3, folded=chosen.folded) for t in (x, w))
     folds = {"fold_cols": wq.scale_inv, "fold_rows": xq.scale_inv} if chosen.folded else {}
     if chosen.high_precision_grad_weight:  # one number for the columns, written out for every one
-        columns = ops.quantize_tensorwise(w, e4m3, row_major=False, power_of_two=power_of_two)
+        columns = ops.quantize_tensorwise(w, e4m3, row_major=False, **options)
         wq = wq._replace(data_t=columns.data_t, scale_inv_t=columns.scale_inv_t)
     return xq, wq, quantise(dy, of_dy, **folds)
 
@@ -271,7 +280,7 @@ def check_gemm(
         def multiply() -> Tensor:
             return ops.gemm_nt(
                 a.data, b.data, a.scale_inv, b.scale_inv, rows, cols, fast_accum=fast,
-                scaling=(a.scaling, b.scaling),
+                scaling=(a.scaling, b.scaling), **ops.backend(a.data.device, recipe=name)._asdict(),
             )  # fmt: skip
 
         some = slice(0, rows, 64)  # enough of the float64 product to trust the rest
@@ -373,7 +382,7 @@ def print_table(report: Report) -> None:
         for line in (text or "").splitlines():
             print(f"{name:<{width}}{line}")
             name = ""
-    verdicts = ("Native FP8 works.", "Only emulation works here.", "BROKEN: see above.")
+    verdicts = ("FP8 works.", "Only emulation works here.", "BROKEN: see above.")
     print(f"\n{verdicts[report.exit_code]}")
 
 
