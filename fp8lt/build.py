@@ -352,21 +352,26 @@ def _check_binary(library: Path, tools: Toolchain) -> None:
 
 
 def _cache_dir() -> Path:
-    """Return the first folder for compiled extensions that can be written to."""
+    """Return the first folder for compiled extensions that this user, and nobody else, may use."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     asked = settings.read().cache_dir
     torch_dir = os.environ.get("TORCH_EXTENSIONS_DIR")
     tried = [Path(asked).expanduser()] if asked else []
     tried += [Path(torch_dir) / "fp8lt"] if torch_dir else []
     tried += [Path(home).expanduser() / "fp8lt"]
-    temporary = Path(tempfile.gettempdir()) / f"fp8lt-{os.getuid()}"
-    failures = []
+    temporary = Path(tempfile.gettempdir()) / f"fp8lt-{os.geteuid()}"
+    failures: list[str] = []
+    refused: list[str] = []  # there, and not this user's alone
     for folder in (*tried, temporary):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if folder is temporary:
-                _check_ours(folder)
+            if reason := _why_not_ours(folder, linked=folder is not temporary):
+                refused.append(f"{folder}: {reason}")
+                failures.append(refused[-1])
+                continue
             with tempfile.TemporaryFile(dir=folder):
+                for text in refused:
+                    say(f"not using the cache folder {text}; using {folder}")
                 return folder.resolve()
         except (OSError, RuntimeError) as error:  # expanduser: no home at all
             failures.append(f"{folder}: {error}")
@@ -376,11 +381,20 @@ def _cache_dir() -> Path:
     )
 
 
-def _check_ours(folder: Path) -> None:
-    """Raise OSError unless it is a folder that nobody else can write to: code is loaded from it."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a folder that this user alone may use")
+def _why_not_ours(folder: Path, linked: bool) -> str | None:
+    """Say who else could put code there, which would be loaded; None if nobody could.
+
+    linked: the folder may be a link of this user's. Anybody can put one among temporary files.
+    """
+    found = folder.stat() if linked else folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is not a folder"
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}, who could put code there"
+    if found.st_mode & 0o022:
+        mode, remedy = stat.S_IMODE(found.st_mode), f"chmod go-w {shlex.quote(str(folder))}"
+        return f"other users may write to it (mode {mode:o}); run: {remedy}"
+    return None
 
 
 @contextlib.contextmanager

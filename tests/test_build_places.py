@@ -39,8 +39,10 @@ def test_the_cache_is_the_first_folder_that_can_be_written_to(
         assert f"\n  {tried}: " in str(caught.value)
 
 
-def test_a_folder_that_another_user_owns_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """BUG-97: it is there, can be read, and not be written to."""
+def test_a_folder_that_cannot_be_written_to_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """BUG-97: it is there, and can be read."""
     with tempfile.TemporaryDirectory() as name:
         top = Path(name)
         top.chmod(0o755)
@@ -76,11 +78,50 @@ def test_without_a_home_the_cache_is_a_private_temporary_folder(
     if kind == "open to all":
         folder.mkdir()
         folder.chmod(0o777)
+        why = "other users may write to it"
     else:
         (tmp_path / "other").mkdir()
         folder.symlink_to(tmp_path / "other")
-    with pytest.raises(build.BuildError, match="is not a folder that this user alone may use"):
+        why = "it is not a folder"
+    with pytest.raises(build.BuildError, match=why):
         build._cache_dir()
+
+
+@pytest.mark.parametrize("kind", ["open to a group", "open to all", "of another user"])
+def test_a_cache_that_others_may_write_to_is_refused_and_a_private_one_used(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    """Code is loaded from there: whoever can write to it can run theirs."""
+    theirs, home = tmp_path / "a cache", tmp_path / "home"
+    theirs.mkdir()
+    if kind == "of another user":
+        if os.geteuid() != 0:
+            pytest.skip("root alone can give a folder away")
+        os.chown(theirs, 65534, -1)
+        why = "it belongs to user 65534, who could put code there"
+    else:
+        mode = 0o775 if "group" in kind else 0o757
+        theirs.chmod(mode)
+        why = f"other users may write to it (mode {mode:o}); run: chmod go-w '{theirs}'"
+    monkeypatch.setenv("FP8LT_CACHE_DIR", str(theirs))
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    private = home / ".cache" / "fp8lt"
+    assert build._cache_dir() == private
+    assert private.stat().st_mode & 0o777 == 0o700
+    said = capsys.readouterr().err
+    assert said == f"fp8lt: not using the cache folder {theirs}: {why}; using {private}\n"
+    theirs.chmod(0o755)
+    os.chown(theirs, os.geteuid(), -1)
+    assert build._cache_dir() == theirs
+    (tmp_path / "link").symlink_to(theirs)  # one of this user's own
+    monkeypatch.setenv("FP8LT_CACHE_DIR", str(tmp_path / "link"))
+    assert build._cache_dir() == theirs
+    assert capsys.readouterr().err == ""
 
 
 # -------------------------------------------------------------------------------- missing tools

@@ -193,6 +193,13 @@ def test_the_hardware_table_of_the_readme_is_that_of_the_device_layer() -> None:
     assert told == want
 
 
+def test_the_messages_of_the_readme_are_those_there_are() -> None:
+    sources = "".join(p.read_text() for p in sorted(Path(fp8lt.__file__).parent.glob("*.py")))
+    messages = [part for message, _ in table("message")[1:] for part in spans(message)]
+    assert len(messages) > 12
+    assert all(part in sources for part in messages)
+
+
 def test_the_recipes_of_the_readme_are_those_there_are() -> None:
     listed = {}
     for name, made, *_ in table("recipe")[1:]:
