@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_on_a_gpu_every_recipe_and_format_is_checked_and_the_exit_code_is_0() ->
 
 def report(*gpus: probe_gpu.Gpu, emulation: str = "works") -> probe_gpu.Report:
     return probe_gpu.Report(
-        origin={"python": "", "torch": "", "cuda": None},
+        origin={"python": "", "torch": "", "cuda": None, "commit": None, "date": "today"},
         fp8lt="",
         platform="",
         cublaslt_loaded=None,
@@ -71,7 +72,9 @@ def report(*gpus: probe_gpu.Gpu, emulation: str = "works") -> probe_gpu.Report:
         toolchain_missing=None,
         extension=None,
         extension_failure=None,
+        cache="",
         emulation=emulation,
+        environment={},
         gpus=[*gpus],
     )
 
@@ -116,6 +119,39 @@ def test_the_table_is_aligned_and_says_everything(capsys: pytest.CaptureFixture[
     assert lines[below + 2].endswith("FAILED: status 15")
     (first,) = {line.index("no nvcc") for line in lines if "no nvcc" in line}
     assert next(line for line in lines if "second line" in line).index("second line") == first
+
+
+def test_markdown_says_the_same_in_whole_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(gpu("scaled_mm", True, GOOD, WRONG, FAILED))
+    found.toolchain_missing, found.exit_code = "no nvcc <here>\nsecond | line", 2
+    found.environment = {"CXX": "g++", "FP8LT_BUILD": "off"}
+    probe_gpu.print_markdown(found)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "**probe_gpu: BROKEN: see below** (today)"
+    assert "| lacks | no nvcc &lt;here><br>second \\| line |" in lines
+    assert "| variables | CXX=g++<br>FP8LT_BUILD=off |" in lines
+    (row,) = (line for line in lines if line.startswith("| tensorwise |"))
+    assert row.startswith("| tensorwise | scaled_mm | a reason | y e4m3 @ e4m3 ")
+    assert "FAILED: status 15" in row
+    cells = {line.replace("\\|", "").count("|") for line in lines if line.startswith("|")}
+    assert cells == {3, 5}
+
+
+def test_a_report_names_neither_user_nor_machine(tmp_path: Path) -> None:
+    home = tmp_path / "homes" / "jane-doe"
+    home.mkdir(parents=True)
+    names = {"HOME": str(home), "LOGNAME": "jane-doe", "CUDA_VISIBLE_DEVICES": ""}
+    paths = {"FP8LT_CACHE_DIR": f"{home}/a cache", "CUDA_HOME": "/data/jane-doe/cuda"}
+    done = run("--report", **names, **paths, MAX_JOBS="3")
+    assert done.returncode == 1, done.stderr
+    for said in (
+        "FP8LT_CACHE_DIR=~/a cache", "CUDA_HOME=/data/USER/cuda", "MAX_JOBS=3", torch.__version__,
+        "| emulation | works |", "GPU: none found",
+    ):  # fmt: skip
+        assert said in done.stdout
+    for private in ("jane-doe", str(tmp_path), platform.node()):
+        assert private not in done.stdout
+    assert done.stdout.startswith("**probe_gpu: Only emulation works here**")
 
 
 # ------------------------------------------------------------------------------- recipe by recipe

@@ -1,7 +1,8 @@
 """Say what fp8lt can do on this machine, and check it with real FP8 GEMMs.
 
-    python tools/probe_gpu.py           a table for people
-    python tools/probe_gpu.py --json    one JSON document for programs
+    python tools/probe_gpu.py             a table for people
+    python tools/probe_gpu.py --report    the same in Markdown, for a bug report: nothing private
+    python tools/probe_gpu.py --json      one JSON document for programs
 
 A recipe is "native", by cuBLASLt and the extension's kernels; or "scaled_mm", by PyTorch's own FP8
 GEMM; or refused, for the reason given. Exit code: 0 where FP8 works, 1 where only emulation does, 2
@@ -12,17 +13,29 @@ products are wrong).
 import argparse
 import ctypes
 import json
+import os
 import platform
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from oracle import spread, undone
+from probe_report import (
+    BOUND_LAYER,
+    LAYER,
+    SHAPE,
+    Check,
+    Gpu,
+    Report,
+    print_markdown,
+    print_table,
+    without_names,
+)
 from provenance import provenance
 from torch import Tensor
 
@@ -31,70 +44,28 @@ from fp8lt import build, device, ops, recipe, settings, toolchain
 from fp8lt.ops import Quantized
 from fp8lt.recipe import BlockScaling, Recipe, RowwiseScaling
 
-SHAPE = (8192, 4096, 4096)  # M, N, K: a projection of an 8B model over 8192 tokens
-BOUND = 5e-3  # relative error; bf16 results of exact products have 1.7e-3
-LAYER = (272, 200, 300)  # M, N, K of a whole layer: several blocks, none of them full
-BOUND_LAYER = 0.09  # against float64 on x, w and dy themselves; up to 0.061 on a CPU
 RUNS, WARM_UP = 20, 5
-
-
-@dataclass
-class Check:
-    """One FP8 GEMM of a recipe, against float64 on the same FP8 operands; or its whole layer."""
-
-    recipe: str
-    gemm: str  # y, dx or dw; or layer
-    formats: str
-    error: float | None = None
-    tflops: float | None = None
-    failure: str | None = None
-    bound: float = BOUND
-
-    @property
-    def ok(self) -> bool:
-        """Whether it ran and is right; NaN is not."""
-        return self.failure is None and self.error is not None and self.error <= self.bound
-
-
-@dataclass
-class Gpu:
-    """One GPU that this process can use, or that only the driver sees."""
-
-    name: str
-    architecture: str
-    memory_gib: float
-    driver: str | None
-    recipes: dict[str, dict[str, str]]  # name -> verdict, a `device.Way`, and reason
-    expected: bool = False  # it has FP8 hardware and nobody switched it off
-    checks: list[Check] = field(default_factory=list)
-
-
-@dataclass
-class Report:
-    """Everything that the probe found."""
-
-    origin: dict[str, Any]  # date, device, versions, commit
-    fp8lt: str
-    platform: str
-    cublaslt_loaded: int | None
-    cublaslt_compiled: int | None
-    toolchain: str
-    toolchain_missing: str | None
-    extension: str | None
-    extension_failure: str | None
-    emulation: str
-    gpus: list[Gpu]
-    exit_code: int = 1
+# What a build and a choice of a GPU depend on, beside what is installed.
+VARIABLES = (
+    "FP8LT_BUILD", "FP8LT_EMULATE", "FP8LT_AUTOTUNE", "FP8LT_CACHE_DIR", "FP8LT_VERBOSE",
+    "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CXX", "CC", "TORCH_CUDA_ARCH_LIST",
+    "MAX_JOBS", "PYTORCH_NVCC", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "TORCH_EXTENSIONS_DIR",
+    "XDG_CACHE_HOME", "LD_LIBRARY_PATH",
+)  # fmt: skip
 
 
 def main() -> int:
     """Probe, print, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON document instead")
+    form.add_argument("--report", action="store_true", help="print Markdown for a bug report")
     args = parser.parse_args()
     report = probe()
     if args.json:
         print(json.dumps(asdict(report), indent=2))
+    elif args.report:
+        print_markdown(report)
     else:
         print_table(report)
     return report.exit_code
@@ -114,9 +85,11 @@ def probe() -> Report:
         cublaslt_compiled=compiled_cublaslt(),
         toolchain=found,
         toolchain_missing=missing,
-        extension=None if library is None else str(library).replace(str(Path.home()), "~", 1),
+        extension=None if library is None else without_names(str(library)),
         extension_failure=build.failure(),
+        cache=describe_cache(library),
         emulation=check_emulation(),
+        environment={n: without_names(os.environ[n]) for n in VARIABLES if n in os.environ},
         gpus=gpus,
     )
     report.exit_code = exit_code(report)
@@ -321,6 +294,16 @@ def check_emulation() -> str:
     return "works"
 
 
+def describe_cache(library: Path | None) -> str:
+    """Say where compiled extensions are, and how many."""
+    if library is None:
+        return "no extension is loaded"
+    folder = library.parent.parent
+    builds = len([*folder.glob("*/fp8lt.so")])
+    failed = len([*folder.glob("*.log")])
+    return without_names(f"{folder}: {builds} built, {failed} failed")
+
+
 def find_toolchain() -> tuple[str, str | None]:
     """Return the toolchain in words, and what is missing of it."""
     try:
@@ -352,55 +335,6 @@ def driver_version() -> str | None:
     """Return the NVIDIA driver's version."""
     gpus = device.gpus()
     return gpus[0].driver if gpus else None
-
-
-def print_table(report: Report) -> None:
-    """Print the report in two aligned columns."""
-    origin = report.origin
-    rows = [
-        ("fp8lt", f"{report.fp8lt} on Python {origin['python']}, {report.platform}"),
-        ("torch", f"{origin['torch']}, CUDA {origin['cuda'] or 'none'}"),
-        ("cuBLASLt", f"{version(report.cublaslt_loaded)} loaded, "
-                     f"{version(report.cublaslt_compiled)} compiled with"),
-        ("toolchain", report.toolchain),
-        ("", report.toolchain_missing),
-        ("extension", report.extension or "not built"),
-        ("", report.extension_failure),
-        ("emulation", report.emulation),
-    ]  # fmt: skip
-    for index, gpu in enumerate(report.gpus):
-        summary = f"{gpu.name}, {gpu.architecture}, {gpu.memory_gib} GiB, driver {gpu.driver}"
-        rows.append((f"GPU {index}", summary))
-        for name, found in gpu.recipes.items():
-            rows.append((f"  {name}", f"{found['verdict']}: {found['reason']}"))
-            mine = [check for check in gpu.checks if check.recipe == name]
-            rows += [(f"    {c.gemm}  {c.formats}", describe_check(c)) for c in mine]
-    if not report.gpus:
-        rows.append(("GPU", "none found; CPU tensors run emulated"))
-    width = max(len(name) for name, _ in rows) + 2
-    for name, text in rows:
-        for line in (text or "").splitlines():
-            print(f"{name:<{width}}{line}")
-            name = ""
-    verdicts = ("FP8 works.", "Only emulation works here.", "BROKEN: see above.")
-    print(f"\n{verdicts[report.exit_code]}")
-
-
-def describe_check(check: Check) -> str:
-    """Say one check in words."""
-    if check.failure is not None:
-        return f"FAILED: {check.failure}"
-    m, n, k = LAYER if check.gemm == "layer" else SHAPE
-    speed = "" if check.tflops is None else f"{check.tflops} TFLOP/s, "
-    verdict = "ok" if check.ok else f"WRONG, want at most {check.bound}"
-    return f"{speed}{m}x{k}x{n} (MxKxN), error {check.error:.1e}: {verdict}"
-
-
-def version(number: int | None) -> str:
-    """Write 130101 as 13.1.1."""
-    if number is None:
-        return "none"
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 if __name__ == "__main__":
