@@ -25,6 +25,7 @@ from .config import (
     ScalingGranularity,
     ScalingType,
 )
+from .convert_formats import convert_quantized
 from .linear import linear, quantize_weight
 from .module import (
     Linear,
@@ -55,6 +56,7 @@ __all__ = [
     "ScalingGranularity",
     "ScalingType",
     "autotune",
+    "convert_quantized",
     "convert_to_float8_training",
     "delayed_state_dict",
     "disable_fp8",

@@ -385,6 +385,7 @@ def _check_quantized(w_quantized: ops.Quantized, x: Tensor, w: Tensor, recipe: R
             f"fp8lt.linear: want w_quantized of w {list(w.shape)} in {e4m3} on {w.device}"
             f"{', with its transposed copy' if needs_t else ''}; "
             f"got {list(data.shape)} and {list(data_t.shape)} in {data.dtype} on {data.device}"
+            f"{_other_family(data.dtype, e4m3)}"
         )
     want, got = operands.weight_scaling(recipe), (w_quantized.scaling, w_quantized.scaling_t)
     if got != want:
@@ -392,6 +393,12 @@ def _check_quantized(w_quantized: ops.Quantized, x: Tensor, w: Tensor, recipe: R
             f"fp8lt.linear: want w_quantized for recipe {recipe.name!r}, with the scalings "
             f"{_words(want)}, got {_words(got)}: call quantize_weight with the same recipe"
         )
+
+
+def _other_family(got: torch.dtype, want: torch.dtype) -> str:
+    if got == want or got not in (device.OCP.e4m3, device.FNUZ.e4m3):
+        return ""
+    return ": fp8lt.convert_quantized gives it the formats of a device"
 
 
 def _words(scalings: tuple[Scaling | None, ...]) -> str:
