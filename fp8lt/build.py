@@ -124,6 +124,11 @@ def _has_native_gpu() -> bool:
 def _load() -> Path:
     if settings.read().build == "off":
         raise BuildError("FP8LT_BUILD=off: the extension is neither compiled nor loaded")
+    if not SOURCE_DIR.is_dir():  # imported from a zip file
+        raise BuildError(
+            f"the extension's sources are no files of their own: {SOURCE_DIR} is no folder. "
+            "Install fp8lt unpacked, with pip"
+        )
     tools = toolchain.find()
     spec = _compile_spec(tools)
     cache = _cache_dir()

@@ -56,7 +56,7 @@ VARIABLES = (
 
 def main() -> int:
     """Probe, print, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON document instead")
     form.add_argument("--report", action="store_true", help="print Markdown for a bug report")
