@@ -337,7 +337,8 @@ def test_on_an_fp8_gpu_import_builds_what_it_is_told_to(
     monkeypatch.setattr(build, "ensure", lambda: calls.append(None))
     build.on_import()
     assert len(calls) == at_import
-    monkeypatch.setattr(device, "support", lambda *_: device.Support(True, "a GPU"))
+    monkeypatch.setattr(device, "support", lambda *_: device.Support("native", "a GPU"))
+    monkeypatch.setattr(ops, "_loaded_cublaslt", lambda: 130101)
     assert ops.backend(torch.device("cuda", 0)) == ops.OPERATORS
     assert len(calls) == at_import + 1
 

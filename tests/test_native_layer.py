@@ -28,7 +28,7 @@ for lead, x_dtype, w_dtype, bias_dtype, out_dtype, how in itertools.product(
                 y = ops.linear(args[0], args[1], bias, None, how, out_dtype)
             elif any(needs):
                 y = _Linear.apply(
-                    args[0], args[1], bias, None, how, out_dtype, False, None, NO_MAIN_GRAD
+                    args[0], args[1], bias, None, how, out_dtype, ops.OPERATORS, None, NO_MAIN_GRAD
                 )
             else:
                 y = fp8lt.linear(args[0], args[1], bias, out_dtype=out_dtype)
@@ -72,7 +72,7 @@ for lead, (x_dtype, w_dtype), bias_dtype, out_dtype, how in itertools.product(
                     y = ops.linear(args[0], args[1], bias, None, how, out_dtype, histories)
                 else:
                     y = _Linear.apply(
-                        args[0], args[1], bias, None, how, out_dtype, False, histories,
+                        args[0], args[1], bias, None, how, out_dtype, ops.OPERATORS, histories,
                         NO_MAIN_GRAD,
                     )
                 y.backward(dy)
@@ -111,7 +111,9 @@ for how, n, w_dtype, returns in itertools.product(
             if native:
                 y = ops.linear(x, wi, None, None, how, w_dtype, histories, main_grad)
             else:
-                y = _Linear.apply(x, wi, None, None, how, w_dtype, False, histories, main_grad)
+                y = _Linear.apply(
+                    x, wi, None, None, how, w_dtype, ops.OPERATORS, histories, main_grad
+                )
             y.backward(torch.ones_like(y))
             assert (wi.grad is None) == (returns == 0)
             assert wi.grad is None or (wi.grad.dtype, wi.grad.shape) == (w_dtype, w.shape)
