@@ -57,8 +57,11 @@ def opcheck_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def extension_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache folder of `run_python`: compiling takes most of a minute, so it is done once."""
-    return tmp_path_factory.mktemp("cache")
+    """The cache folder of `run_python`: compiling takes most of a minute, so it is done once.
+
+    Its name has what a shell, ninja or make would take for something else.
+    """
+    return tmp_path_factory.mktemp("a $cache, so 'ödd'")
 
 
 @pytest.fixture
