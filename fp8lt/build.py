@@ -11,7 +11,6 @@ and a binary that cannot be loaded is found there.
 """
 
 import contextlib
-import fcntl
 import glob
 import hashlib
 import importlib.machinery
@@ -22,21 +21,21 @@ import platform
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from . import device, settings, toolchain
-from .toolchain import Toolchain, ToolchainError
+from . import cache, device, settings, toolchain
+from .cache import say
+from .toolchain import BuildError, Toolchain
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 _DEFAULT_ARCH = "9.0"
@@ -45,10 +44,6 @@ import json, sys
 from torch.utils import cpp_extension
 cpp_extension.load(**json.load(sys.stdin))
 """
-
-
-class BuildError(RuntimeError):
-    """The extension could not be compiled or loaded; the text leads with the reason."""
 
 
 # ------------------------------------------------------------------------------- the only state
@@ -73,7 +68,7 @@ def ensure() -> str | None:
                 _outcome = (library, None)
                 for tell in _when_loaded:
                     tell()
-            except (BuildError, ToolchainError) as error:
+            except BuildError as error:
                 _outcome = (None, str(error))
             except Exception as error:  # a full disk, say: never a reason for an import to fail
                 _outcome = (None, f"{type(error).__name__}: {error}")
@@ -131,12 +126,12 @@ def _load() -> Path:
         )
     tools = toolchain.find()
     spec = _compile_spec(tools)
-    cache = _cache_dir()
+    folder = cache.folder()
     key = cache_key(_sources(), json.dumps(spec, sort_keys=True), _versions(tools))
-    library = cache / key / "fp8lt.so"
+    library = folder / key / "fp8lt.so"
 
     def build() -> Path:
-        with _locked(cache / f"{key}.lock") as alone:
+        with cache.locked(folder / f"{key}.lock") as alone:
             if _is_intact(library):  # another process has built it meanwhile
                 return library
             return _build(tools, spec, library.parent, alone)
@@ -351,77 +346,3 @@ def _check_binary(library: Path, tools: Toolchain) -> None:
             f"the compiler {tools.cxx!r} links libstdc++ statically, which crashes inside torch. "
             "Set CXX=g++ (and CC=gcc), or another compiler that links it dynamically"
         )
-
-
-# ------------------------------------------------------------------------------ cache and lock
-
-
-def _cache_dir() -> Path:
-    """Return the first folder for compiled extensions that this user, and nobody else, may use."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    asked = settings.read().cache_dir
-    torch_dir = os.environ.get("TORCH_EXTENSIONS_DIR")
-    tried = [Path(asked).expanduser()] if asked else []
-    tried += [Path(torch_dir) / "fp8lt"] if torch_dir else []
-    tried += [Path(home).expanduser() / "fp8lt"]
-    temporary = Path(tempfile.gettempdir()) / f"fp8lt-{os.geteuid()}"
-    failures: list[str] = []
-    refused: list[str] = []  # there, and not this user's alone
-    for folder in (*tried, temporary):
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if reason := _why_not_ours(folder, linked=folder is not temporary):
-                refused.append(f"{folder}: {reason}")
-                failures.append(refused[-1])
-                continue
-            with tempfile.TemporaryFile(dir=folder):
-                for text in refused:
-                    say(f"not using the cache folder {text}; using {folder}")
-                return folder.resolve()
-        except (OSError, RuntimeError) as error:  # expanduser: no home at all
-            failures.append(f"{folder}: {error}")
-    raise BuildError(
-        "no folder to keep the compiled extension in; set FP8LT_CACHE_DIR to one that can be "
-        "written to. Tried:\n" + "\n".join(f"  {failure}" for failure in failures)
-    )
-
-
-def _why_not_ours(folder: Path, linked: bool) -> str | None:
-    """Say who else could put code there, which would be loaded; None if nobody could.
-
-    linked: the folder may be a link of this user's. Anybody can put one among temporary files.
-    """
-    found = folder.stat() if linked else folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        return "it is not a folder"
-    if found.st_uid != os.geteuid():
-        return f"it belongs to user {found.st_uid}, who could put code there"
-    if found.st_mode & 0o022:
-        mode, remedy = stat.S_IMODE(found.st_mode), f"chmod go-w {shlex.quote(str(folder))}"
-        return f"other users may write to it (mode {mode:o}); run: {remedy}"
-    return None
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Hold the lock of this machine; False where the file system has none."""
-    held = True
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for another process that compiles the extension (lock: {path})")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # build beside others, the first rename wins
-            held = False
-        try:
-            yield held
-        finally:
-            # Not by closing: what was forked meanwhile has the file open, too, and would hold it.
-            if held:
-                fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def say(text: str) -> None:
-    """Tell the user about something that takes time, on stderr."""
-    print(f"fp8lt: {text}", file=sys.stderr, flush=True)

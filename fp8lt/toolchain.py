@@ -32,7 +32,11 @@ class Toolchain(NamedTuple):
     cudart: Path
 
 
-class ToolchainError(RuntimeError):
+class BuildError(RuntimeError):
+    """The extension could not be compiled or loaded; the text leads with the reason."""
+
+
+class ToolchainError(BuildError):
     """Something needed to compile is missing; the text says what, and which command brings it."""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cases import RunPython, needs_toolchain
 
-from fp8lt import build, toolchain
+from fp8lt import build, cache, toolchain
 
 
 @needs_toolchain
@@ -120,7 +120,7 @@ def test_nowhere_to_write_is_an_error_that_lists_what_was_tried(
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/c")
     monkeypatch.setattr(tempfile, "tempdir", "/dev/null/d")
     with pytest.raises(build.BuildError, match="set FP8LT_CACHE_DIR") as caught:
-        build._cache_dir()
+        cache.folder()
     assert all(f"/dev/null/{name}" in str(caught.value) for name in "abcd")
 
 
@@ -143,8 +143,8 @@ def test_a_file_system_without_locks_does_not_stop_a_build(
     def no_locks(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(build.fcntl, "flock", no_locks)
-    with build._locked(tmp_path / "lock") as alone:
+    monkeypatch.setattr(cache.fcntl, "flock", no_locks)
+    with cache.locked(tmp_path / "lock") as alone:
         assert not alone
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fp8lt import build, recipe, toolchain
+from fp8lt import build, cache, recipe, toolchain
 from fp8lt.toolchain import ToolchainError
 
 CUDA = torch.device("cuda", 0)
@@ -205,7 +205,7 @@ def test_machines_whose_locks_do_not_reach_each_other_build_beside_each_other(
     monkeypatch: pytest.MonkeyPatch, stub: Stub, start: Callable[[Callable[[], object]], Child]
 ) -> None:
     """BUG-95: a shared home; one of them publishes, and both load a whole library."""
-    monkeypatch.setattr(build.fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(cache.fcntl, "flock", lambda *_: None)
     (stub.folder / "go").unlink()
     machines = []
     for name in ("node-1", "node-2"):
@@ -225,7 +225,7 @@ def test_builders_of_one_machine_leave_each_other_alone_where_there_are_no_locks
     def no_locks(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(build.fcntl, "flock", no_locks)
+    monkeypatch.setattr(cache.fcntl, "flock", no_locks)
     (stub.folder / "go").unlink()
     builders = []
     for count in (1, 2):  # the second begins while the first is at work
@@ -252,7 +252,7 @@ def test_what_is_forked_during_a_build_does_not_keep_the_lock(
     tmp_path: Path, start: Callable[[Callable[[], object]], Child]
 ) -> None:
     """BUG-93: a worker of a DataLoader, say."""
-    with build._locked(tmp_path / "lock") as alone:
+    with cache.locked(tmp_path / "lock") as alone:
         assert alone
         start(lambda: time.sleep(20))
     with (tmp_path / "lock").open("a") as file:

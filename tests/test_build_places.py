@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8lt import build, recipe, toolchain
+from fp8lt import build, cache, recipe, toolchain
 from fp8lt.toolchain import ToolchainError
 
 CUDA = torch.device("cuda", 0)
@@ -30,11 +30,11 @@ def test_the_cache_is_the_first_folder_that_can_be_written_to(
     for (name, folder), bad in zip(
         folders.items(), ("/proc/fp8lt", str(tmp_path / "file"), None, "/dev/null"), strict=True
     ):
-        assert build._cache_dir() == tmp_path / folder
+        assert cache.folder() == tmp_path / folder
         monkeypatch.delenv(name) if bad is None else monkeypatch.setenv(name, bad)
     monkeypatch.setattr(tempfile, "tempdir", "/dev/null")
     with pytest.raises(build.BuildError, match="set FP8LT_CACHE_DIR") as caught:
-        build._cache_dir()
+        cache.folder()
     for tried in ("/proc/fp8lt", f"{tmp_path}/file/fp8lt", "/dev/null/.cache/fp8lt"):
         assert f"\n  {tried}: " in str(caught.value)
 
@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_written_to_is_passed_over(
         if user == 0:  # whom no mode stops
             os.seteuid(65534)
         try:
-            assert build._cache_dir() == (ours / "fp8lt").resolve()
+            assert cache.folder() == (ours / "fp8lt").resolve()
         finally:
             os.seteuid(user)
 
@@ -72,7 +72,7 @@ def test_without_a_home_the_cache_is_a_private_temporary_folder(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = tmp_path / f"fp8lt-{os.getuid()}"
     if kind == "ours":
-        assert build._cache_dir() == build._cache_dir() == folder
+        assert cache.folder() == cache.folder() == folder
         assert folder.stat().st_mode & 0o077 == 0
         return
     if kind == "open to all":
@@ -84,7 +84,7 @@ def test_without_a_home_the_cache_is_a_private_temporary_folder(
         folder.symlink_to(tmp_path / "other")
         why = "it is not a folder"
     with pytest.raises(build.BuildError, match=why):
-        build._cache_dir()
+        cache.folder()
 
 
 @pytest.mark.parametrize("kind", ["open to a group", "open to all", "of another user"])
@@ -111,16 +111,16 @@ def test_a_cache_that_others_may_write_to_is_refused_and_a_private_one_used(
     for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     private = home / ".cache" / "fp8lt"
-    assert build._cache_dir() == private
+    assert cache.folder() == private
     assert private.stat().st_mode & 0o777 == 0o700
     said = capsys.readouterr().err
     assert said == f"fp8lt: not using the cache folder {theirs}: {why}; using {private}\n"
     theirs.chmod(0o755)
     os.chown(theirs, os.geteuid(), -1)
-    assert build._cache_dir() == theirs
+    assert cache.folder() == theirs
     (tmp_path / "link").symlink_to(theirs)  # one of this user's own
     monkeypatch.setenv("FP8LT_CACHE_DIR", str(tmp_path / "link"))
-    assert build._cache_dir() == theirs
+    assert cache.folder() == theirs
     assert capsys.readouterr().err == ""
 
 

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8lt
-from fp8lt import build, device, ops, recipe, toolchain
+from fp8lt import build, cache, device, ops, recipe, toolchain
 
 WORLD = 3
 SECONDS = 60  # for a job; measured at most 3
@@ -360,7 +360,7 @@ def test_a_cublaslt_of_another_major_version_is_refused(
     tools = toolchain.Toolchain(Path(), "13.0.88", "c++", "12", (), Path(), Path())
     monkeypatch.delenv("FP8LT_BUILD", raising=False)
     monkeypatch.setattr(toolchain, "find", lambda: tools)
-    monkeypatch.setattr(build, "_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path)
     monkeypatch.setattr(build, "_is_intact", lambda library: True)
     monkeypatch.setattr(torch.ops, "load_library", lambda file: None)
     versions = lambda: (130100, loaded)  # noqa: E731

@@ -315,30 +315,6 @@ def test_a_recipe_takes_the_formats_of_its_device_alone(
     assert error(dx, dy.double() @ w.double()) <= T_BACKWARD
 
 
-@pytest.mark.parametrize("kind", [0, 1], ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize("wanted", [device.OCP, device.FNUZ], ids=["ocp", "fnuz"])
-def test_conversion_between_the_families_keeps_every_value(
-    monkeypatch: pytest.MonkeyPatch, wanted: device.Formats, kind: int
-) -> None:
-    """BUG-42: all bytes; to OCP the smallest are rounded."""
-    monkeypatch.setattr(device, "formats", lambda where: wanted)
-    other = device.OCP if wanted is device.FNUZ else device.FNUZ
-    data = torch.arange(256, dtype=torch.uint8).view(16, 16).view(other[kind])
-    q = ops.quantize_tensorwise(torch.ones(16, 16), device.OCP.e4m3)
-    scale_inv = torch.full((16,), 3.0)
-    q = q._replace(data=data, data_t=data.view(torch.uint8).t().contiguous().view(other[kind]),
-                   scale_inv=scale_inv, scale_inv_t=scale_inv)  # fmt: skip
-    got = fp8lt.convert_quantized(q, CPU)
-    assert got.data.dtype == got.data_t.dtype == wanted[kind]
-    assert got.scale_inv is got.scale_inv_t
-    for new, old in ((got.data, q.data), (got.data_t, q.data_t)):
-        value, want = new.float() * got.scale_inv, old.float() * 3
-        finite = want.isfinite()
-        assert torch.equal(value.isnan(), ~finite)
-        off = (value - want)[finite].abs().max()
-        assert off <= (0 if wanted is device.FNUZ else 3 * 2.0 ** (-10, -17)[kind])
-
-
 @pytest.mark.parametrize("name", ["tensorwise", "delayed"])  # the others: test_recipes.py
 @pytest.mark.parametrize("need_x", [True, False])
 @pytest.mark.parametrize("need_w", [True, False])
