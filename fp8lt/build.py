@@ -199,11 +199,9 @@ def _versions(tools: Toolchain) -> list[str]:
 def _compile_spec(tools: Toolchain) -> dict[str, object]:
     """Return the arguments of `cpp_extension.load`, less the folder to build in."""
     after = [f"-idirafter {shlex.quote(str(directory))}" for directory in tools.include_dirs]
-    sources = [file for file in SOURCE_DIR.iterdir() if file.suffix in (".cpp", ".cu")]
     return {
         "name": "fp8lt",
-        # The largest first: what takes longest should not begin last.
-        "sources": [str(f) for f in sorted(sources, key=lambda f: (-f.stat().st_size, f.name))],
+        "sources": [str(file) for file in _translation_units()],
         "extra_cflags": ["-O3", *after],
         "extra_cuda_cflags": ["-O3"],
         "extra_ldflags": [shlex.quote(str(tools.cublaslt))],
@@ -211,6 +209,15 @@ def _compile_spec(tools: Toolchain) -> dict[str, object]:
         "is_python_module": False,
         "verbose": True,
     }
+
+
+def _translation_units() -> list[Path]:
+    """Return the files to compile; what takes longest comes first, and should not begin last."""
+    texts = _sources()
+    included = re.findall(r'^#include "(\w+\.cpp)"$', "\n".join(texts.values()), re.MULTILINE)
+    units = [name for name in texts if name.endswith((".cpp", ".cu")) and name not in included]
+    units.sort(key=lambda name: (not name.startswith("unit_"), -len(texts[name]), name))
+    return [SOURCE_DIR / name for name in units]
 
 
 def architectures() -> str:

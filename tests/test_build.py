@@ -159,6 +159,15 @@ def test_flags_that_nvcc_takes_from_the_environment_are_in_the_key(
     assert len(keys) == 5
 
 
+def test_every_source_is_compiled_once() -> None:
+    units = build._translation_units()
+    lines = [line for unit in units for line in unit.read_text().splitlines()]
+    compiled = [unit.name for unit in units if not unit.name.startswith("unit_")]
+    compiled += re.findall(r'^#include "(\w+\.cpp)"$', "\n".join(lines), re.MULTILINE)
+    sources = [f.name for f in build.SOURCE_DIR.iterdir() if f.suffix in (".cpp", ".cu")]
+    assert sorted(compiled) == sorted(name for name in sources if not name.startswith("unit_"))
+
+
 def test_everything_that_changes_the_binary_changes_the_key() -> None:
     base = ({"a.cu": "x"}, "-O3", ["torch 1", "nvcc 13"])
     others = [
