@@ -339,8 +339,13 @@ def _digest(library: Path) -> str:
 
 
 def _is_intact(library: Path) -> bool:
-    """Say whether the library is there as it was published: loading a truncated one is a SIGBUS."""
+    """Say whether the library is there as it was published: loading a truncated one is a SIGBUS.
+
+    And by whom: the cache may have been open to others once.
+    """
     try:
+        if cache.why_not_ours(library.parent):
+            return False
         return _digest_file(library).read_text() == _digest(library)
     except OSError:
         return False

@@ -16,19 +16,19 @@ from .toolchain import BuildError
 
 def folder() -> Path:
     """Return the first folder for compiled extensions that this user, and nobody else, may use."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    asked = settings.read().cache_dir
-    torch_dir = os.environ.get("TORCH_EXTENSIONS_DIR")
-    tried = [Path(asked).expanduser()] if asked else []
-    tried += [Path(torch_dir) / "fp8lt"] if torch_dir else []
-    tried += [Path(home).expanduser() / "fp8lt"]
-    temporary = Path(tempfile.gettempdir()) / f"fp8lt-{os.geteuid()}"
+    tried = [settings.read().cache_dir]
+    for variable, otherwise in (("TORCH_EXTENSIONS_DIR", ""), ("XDG_CACHE_HOME", "~/.cache")):
+        parent = os.environ.get(variable) or otherwise
+        tried.append(parent and os.path.join(parent, "fp8lt"))
+    temporary = os.path.join(tempfile.gettempdir(), f"fp8lt-{os.geteuid()}")
     failures: list[str] = []
     refused: list[str] = []  # there, and not this user's alone
-    for found in (*tried, temporary):
+    for name in filter(None, (*tried, temporary)):
+        found = Path(name)
         try:
+            found = found.expanduser()  # an error where there is no home
             found.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if reason := _why_not_ours(found, linked=found is not temporary):
+            if reason := why_not_ours(found, linked=name is not temporary):
                 refused.append(f"{found}: {reason}")
                 failures.append(refused[-1])
                 continue
@@ -36,7 +36,7 @@ def folder() -> Path:
                 for text in refused:
                     say(f"not using the cache folder {text}; using {found}")
                 return found.resolve()
-        except (OSError, RuntimeError) as error:  # expanduser: no home at all
+        except (OSError, RuntimeError) as error:
             failures.append(f"{found}: {error}")
     raise BuildError(
         "no folder to keep the compiled extension in; set FP8LT_CACHE_DIR to one that can be "
@@ -44,10 +44,10 @@ def folder() -> Path:
     )
 
 
-def _why_not_ours(path: Path, linked: bool) -> str | None:
+def why_not_ours(path: Path, linked: bool = False) -> str | None:
     """Say who else could put code there, which would be loaded; None if nobody could.
 
-    linked: the folder may be a link of this user's. Anybody can put one among temporary files.
+    linked: the folder may be a link. Anybody can put one among temporary files.
     """
     found = path.stat() if linked else path.lstat()
     if not stat.S_ISDIR(found.st_mode):

@@ -29,7 +29,7 @@ def convert_quantized(quantized: Quantized, device: torch.device | str) -> Quant
         >>> fp8lt.convert_quantized(wq, "cpu") is wq
         True
     """
-    wanted, dtype = devices.formats(torch.device(device)), quantized.data.dtype
+    wanted, dtype = devices.formats(devices.indexed(device)), quantized.data.dtype
     if dtype in wanted:
         return quantized
     (found,) = (family for family in _FAMILIES if dtype in family)

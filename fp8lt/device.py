@@ -78,6 +78,14 @@ class Support(NamedTuple):
     reason: str
 
 
+def indexed(device: torch.device | str | int) -> torch.device:
+    """Return a device with its number: "cuda" alone is the current GPU, which may change."""
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
 @cache
 def amd_architecture(device: torch.device) -> str | None:
     """Return an AMD GPU's architecture, such as "gfx942", or None for any other device."""

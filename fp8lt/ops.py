@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from . import build, device, scaled_mm_gemm, schemas, settings
+from .device import indexed
 from .emulate import Scaling
 from .recipe import NAMES, DelayedScaling, Recipe, resolve
 from .state import Histories
@@ -325,9 +326,16 @@ def is_available(
         >>> fp8lt.is_available(device="cpu")
         Availability(available=False, reason='a CPU has no FP8 units')
     """
+    recipe = resolve(recipe)
     if device is None:
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    way, reason = support(torch.device(device), resolve(recipe).name)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = indexed(device)
+    if recipe.emulate:
+        return Availability(False, "the recipe asks for emulation")
+    count = torch.cuda.device_count()
+    if where.type == "cuda" and (where.index or 0) >= count:
+        return Availability(False, f"there is no {where}: torch sees {count} GPUs")
+    way, reason = support(where, recipe.name)
     return Availability(way != "refused", reason)
 
 

@@ -335,6 +335,20 @@ def test_a_damaged_folder_of_the_cache_is_built_once_more(stub: Stub, damage: st
     assert stub.started() == 2
 
 
+def test_what_others_have_put_into_the_cache_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, stub: Stub
+) -> None:
+    """It may have been open to them before."""
+    assert build._load().read_bytes() == WHOLE
+    (folder,) = stub.libraries()
+    folder.chmod(0o777)
+    assert not build._is_intact(folder / "fp8lt.so")
+    assert build._load().read_bytes() == WHOLE
+    assert stub.started() == 2
+    (folder,) = stub.libraries()
+    assert folder.stat().st_mode & 0o077 == 0
+
+
 def test_what_is_compiled_needs_no_ninja(monkeypatch: pytest.MonkeyPatch, stub: Stub) -> None:
     """BUG-99."""
 

@@ -61,6 +61,26 @@ def test_a_folder_that_cannot_be_written_to_is_passed_over(
             os.seteuid(user)
 
 
+def test_a_home_that_cannot_be_found_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A user without an entry in the system's list, as in a container."""
+
+    def no_home(path: Path) -> Path:
+        if str(path).startswith("~"):
+            raise RuntimeError("Could not determine home directory.")
+        return path
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FP8LT_CACHE_DIR", str(tmp_path / "asked"))
+    assert cache.folder() == tmp_path / "asked"
+    monkeypatch.setenv("FP8LT_CACHE_DIR", "~nobody/asked")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert cache.folder() == tmp_path / f"fp8lt-{os.geteuid()}"
+
+
 @pytest.mark.parametrize("kind", ["ours", "open to all", "a link"])
 def test_without_a_home_the_cache_is_a_private_temporary_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
@@ -118,7 +138,7 @@ def test_a_cache_that_others_may_write_to_is_refused_and_a_private_one_used(
     theirs.chmod(0o755)
     os.chown(theirs, os.geteuid(), -1)
     assert cache.folder() == theirs
-    (tmp_path / "link").symlink_to(theirs)  # one of this user's own
+    (tmp_path / "link").symlink_to(theirs)
     monkeypatch.setenv("FP8LT_CACHE_DIR", str(tmp_path / "link"))
     assert cache.folder() == theirs
     assert capsys.readouterr().err == ""

@@ -132,6 +132,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, tuple[int, int] | str
         device.support.cache_clear()
 
     monkeypatch.setattr(ops, "_loaded_cublaslt", lambda: 130101)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("FP8LT_EMULATE", raising=False)
     monkeypatch.delenv("FP8LT_BUILD", raising=False)
     return pretend
@@ -213,8 +214,30 @@ def test_a_gpu_whose_extension_is_not_wanted_multiplies_by_pytorch_one_that_fail
     assert ops.backend(GPU0, recipe=recipe) == ops.Backend(emulated=True, scaled_mm=True)
 
 
+def test_the_current_gpu_is_meant_by_its_type_alone(
+    gpu: Callable[[str, tuple[int, int] | str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu("a GPU", (9, 0))
+    kinds, current = [(7, 5), (9, 0)], [0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: kinds[where.index])
+    for current[0] in (0, 1):
+        answers = [fp8lt.is_available(device=d).available for d in ("cuda", None, 0, 1)]
+        assert answers == [bool(current[0])] * 2 + [False, True]
+    emulated = fp8lt.DynamicScaling(emulate=True)
+    assert fp8lt.is_available(emulated) == (False, "the recipe asks for emulation")
+    assert fp8lt.is_available(device=2) == (False, "there is no cuda:2: torch sees 2 GPUs")
+
+
 def test_what_is_available_here_and_what_is_asked_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for device_name in ("cuda", "cuda:0", 0):
+        available, reason = fp8lt.is_available("rowwise", device_name)
+        assert not available
+        assert reason.startswith("there is no cuda")
     assert fp8lt.is_available() == (False, "a CPU has no FP8 units")
     assert not fp8lt.is_available(fp8lt.BlockScaling(), "meta").available
     with pytest.raises(ValueError, match=r"recipe: want one of tensorwise, .*; got 'fine'"):

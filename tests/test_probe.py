@@ -145,13 +145,36 @@ def test_a_report_names_neither_user_nor_machine(tmp_path: Path) -> None:
     done = run("--report", **names, **paths, MAX_JOBS="3")
     assert done.returncode == 1, done.stderr
     for said in (
-        "FP8LT_CACHE_DIR=~/a cache", "CUDA_HOME=/data/USER/cuda", "MAX_JOBS=3", torch.__version__,
-        "| emulation | works |", "GPU: none found",
+        "FP8LT_CACHE_DIR=$HOME/a cache", "CUDA_HOME=/data/USER/cuda", "MAX_JOBS=3",
+        torch.__version__, "| emulation | works |", "GPU: none found",
     ):  # fmt: skip
         assert said in done.stdout
     for private in ("jane-doe", str(tmp_path), platform.node()):
         assert private not in done.stdout
     assert done.stdout.startswith("**probe_gpu: Only emulation works here**")
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("/home/jdoe/x:/home/jdoe", "$HOME/x:$HOME"),
+        ("/home/jdoe2/x", "/home/USER2/x"),
+        ("/scratch/jdoe_work/jdoe-fp8/JDoe", "/scratch/USER_work/USER-fp8/USER"),
+        ("/net/gpu01.corp.example.com/x", "/net/HOST/x"),
+        ("/mnt/gpu01-local/cache on Linux", "/mnt/HOST-local/cache on Linux"),
+    ],
+)
+@pytest.mark.parametrize("node", ["gpu01", "gpu01.corp.example.com"])
+def test_names_are_left_out_wherever_they_stand(
+    monkeypatch: pytest.MonkeyPatch, node: str, text: str, want: str
+) -> None:
+    monkeypatch.setattr(platform, "node", lambda: node)
+    for variable in ("USER", "LOGNAME"):
+        monkeypatch.setenv(variable, "jdoe")
+    monkeypatch.setenv("HOME", "/home/jdoe")
+    assert probe_gpu.without_names(text) == want
+    monkeypatch.setenv("HOME", "/")
+    assert probe_gpu.without_names("3 TFLOP/s in /usr/local") == "3 TFLOP/s in /usr/local"
 
 
 # ------------------------------------------------------------------------------- recipe by recipe

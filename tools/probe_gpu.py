@@ -174,8 +174,8 @@ def check_recipe(where: torch.device, name: str) -> list[Check]:
     try:
         layer.error = layer_error(where, name)
         factors = gemms_of(chosen, where)
-    except RuntimeError as failure:
-        layer.failure = str(failure).splitlines()[0]
+    except Exception as failure:  # whatever a library that nobody has tried throws
+        layer.failure = first_line(failure)
         return [layer]
     m, n, k = SHAPE
     sizes = {"y": (m, n), "dx": (m, k), "dw": (n, k)}
@@ -261,9 +261,13 @@ def check_gemm(
         check.error = ((multiply()[some].double() - want).norm() / want.norm()).item()
         seconds = median_seconds(multiply)
         check.tflops = round(2 * rows * cols * a.data.shape[1] / seconds / 1e12, 1)
-    except RuntimeError as failure:
-        check.failure = str(failure).splitlines()[0]
+    except Exception as failure:  # whatever a library that nobody has tried throws
+        check.failure = first_line(failure)
     return check
+
+
+def first_line(failure: Exception) -> str:
+    return (str(failure).splitlines() or [type(failure).__name__])[0]
 
 
 def format_of(data: Tensor) -> str:

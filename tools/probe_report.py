@@ -139,21 +139,31 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     """Return the lines of a table in Markdown, an empty one before them."""
 
     def line(cells: tuple[str, ...]) -> str:
-        escaped = (c.replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>") for c in cells)
+        escaped = (
+            c.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
+            for c in cells
+        )
         return f"| {' | '.join(escaped)} |"
 
     return ["", line(head), "|" + "---|" * len(head), *map(line, rows)]
 
 
+NOT_PRIVATE = ("root", "user", "ubuntu", "admin", "localhost", "cuda", "torch", "python")
+
+
 def without_names(text: str) -> str:
     """Leave out whose machine it is: the home folder, and the names of user and machine."""
-    text = text.replace(str(Path.home()), "~")
-    user = ""
+    with contextlib.suppress(RuntimeError):  # no home
+        home = str(Path.home())
+        if len(home) > 1:  # in some containers it is the root
+            text = re.sub(re.escape(home) + r"(?![\w-])", "$HOME", text)
+    names = {platform.node(): "HOST", platform.node().split(".")[0]: "HOST"}
     with contextlib.suppress(KeyError, OSError):  # a user without a name
-        user = getpass.getuser()
-    for name, instead in ((user, "USER"), (platform.node(), "HOST")):
-        if name:
-            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", instead, text)
+        names[getpass.getuser()] = "USER"
+    for name, instead in names.items():
+        if len(name) > 2 and name.lower() not in NOT_PRIVATE:
+            domain = r"(\.[a-z][\w-]*)*" if instead == "HOST" else ""
+            text = re.sub(re.escape(name) + domain, instead, text, flags=re.IGNORECASE)
     return text
 
 
