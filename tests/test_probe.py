@@ -220,11 +220,12 @@ def test_scales_in_the_wrong_place_are_wrong_in_every_gemm(
     assert not any(check.ok for check in probe_gpu.check_recipe(small, name))
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
 def test_what_raises_is_a_failed_check_of_its_recipe(
-    small: torch.device, monkeypatch: pytest.MonkeyPatch
+    small: torch.device, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     def broken(*args: object, **options: object) -> None:
-        raise RuntimeError("status 15\nand more")
+        raise kind("status 15\nand more")
 
     monkeypatch.setattr(ops, "quantize_blockwise", broken)
     (check,) = probe_gpu.check_recipe(small, "blockwise")
