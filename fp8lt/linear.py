@@ -253,8 +253,8 @@ class _Linear(torch.autograd.Function):
         x, x_t, x_scale_inv, x_fold, w, w_t, w_scale_inv, w_fold = ctx.saved_tensors
         need_x, need_w, need_bias, *_ = ctx.needs_input_grad
         recipe, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.dtypes
-        emulated, scaled_mm = ctx.backend.emulated, ctx.backend.scaled_mm
-        how = {"emulated": emulated, "scaled_mm": scaled_mm}
+        emulated = ctx.backend.emulated
+        how = {"emulated": emulated, "scaled_mm": ctx.backend.scaled_mm}
         scalings, (*lead, k) = operands.scalings(recipe), ctx.x_shape
         m, n = math.prod(lead), dy.shape[-1]
         dy = dy.reshape(m, n)

@@ -250,7 +250,7 @@ def _place_bias(bias: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor | N
 
 
 class Backend(NamedTuple):
-    """How tensors of a device run: the keyword arguments of `gemm_nt`, the first of a quantise."""
+    """How tensors of a device run: arguments of `gemm_nt`; a quantise takes `emulated` alone."""
 
     emulated: bool  # in plain PyTorch in place of the operators' kernels
     scaled_mm: bool  # but for the GEMMs, which are torch._scaled_mm's

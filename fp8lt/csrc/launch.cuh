@@ -129,6 +129,7 @@ cudaError_t launch_clusters(const Gpu& gpu, void (*kernel)(Parameters...), int64
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
+// The same, of blocks that are in no cluster.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_early(const Gpu& gpu, void (*kernel)(Parameters...), int64_t blocks,
                          int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
