@@ -9,8 +9,8 @@
 A card's clocks follow its power: whoever is measured on a cool chip looks up to 15 % faster. So
 the same heat, a burst of bf16 GEMMs, comes before each measurement, and only times of one round
 are compared. It may not make up for all of the seconds before, in which another may have kept the
-chip busy or waited for its host: so nobody always follows the same one. A contender that raises is out, with its
-reason, and the others go on.
+chip busy or waited for its host: so nobody always follows the same one. A contender that raises is
+out, with its reason, and the others go on.
 """
 
 import math

@@ -66,6 +66,7 @@ class Report:
     exit_code: int = 1
 
 
+NO_GPU = "none found; CPU tensors run emulated"
 VERDICTS = ("FP8 works.", "Only emulation works here.", "BROKEN: see above.")
 
 
@@ -102,9 +103,6 @@ def print_markdown(report: Report) -> None:
     if not report.gpus:
         lines += ["", f"GPU: {NO_GPU}"]
     print(without_names("\n".join(lines)))
-
-
-NO_GPU = "none found; CPU tensors run emulated"
 
 
 def machine(report: Report) -> Iterator[tuple[str, str]]:
