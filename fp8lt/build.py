@@ -198,17 +198,21 @@ def _versions(tools: Toolchain) -> list[str]:
 
 def _compile_spec(tools: Toolchain) -> dict[str, object]:
     """Return the arguments of `cpp_extension.load`, less the folder to build in."""
-    after = [f"-idirafter {shlex.quote(str(directory))}" for directory in tools.include_dirs]
+    after = [f"-idirafter {_in_ninja(directory)}" for directory in tools.include_dirs]
     return {
         "name": "fp8lt",
         "sources": [str(file) for file in _translation_units()],
         "extra_cflags": ["-O3", *after],
         "extra_cuda_cflags": ["-O3"],
-        "extra_ldflags": [shlex.quote(str(tools.cublaslt))],
+        "extra_ldflags": [_in_ninja(tools.cublaslt)],
         "with_cuda": True,
         "is_python_module": False,
         "verbose": True,
     }
+
+
+def _in_ninja(path: Path) -> str:
+    return shlex.quote(str(path)).replace("$", "$$")  # for a shell, by way of a ninja file
 
 
 def _translation_units() -> list[Path]:
@@ -258,11 +262,11 @@ def _build(tools: Toolchain, spec: dict[str, object], target: Path, alone: bool)
         f"once, in less than a minute; it is kept in {target}"
     )
     start = time.monotonic()
-    # The linker wants this name; wheels have only the versioned one.
+    # The linker, which runs there, wants this name; wheels have only the versioned one.
     (work / "libcudart.so").symlink_to(tools.cudart)
     here = {
         "build_directory": str(work),
-        "extra_ldflags": [f"-L{shlex.quote(str(work))}", *spec["extra_ldflags"]],  # type: ignore[misc]
+        "extra_ldflags": ["-L.", *spec["extra_ldflags"]],  # type: ignore[misc]
     }
     log = work / "build.log"
     code = _run_child(json.dumps({**spec, **here}), environment, work, log)

@@ -105,7 +105,8 @@ def run(
     histories = None
     if state is not None:
         histories, w_quantized = state.histories(_wants_gradients(x, w, bias), w_quantized)
-    if x.is_cuda and backend == ops.OPERATORS and not torch.compiler.is_compiling():
+    native = not (backend.emulated or backend.scaled_mm)  # Dynamo cannot compare the tuples
+    if native and x.is_cuda and not torch.compiler.is_compiling():
         return ops.linear(x, w, bias, w_quantized, recipe, out_dtype, histories, sums)
     args = (x, w, bias, w_quantized, recipe, out_dtype, backend, histories)
     if not _wants_gradients(x, w, bias):
