@@ -235,6 +235,14 @@ def _under_one_scale(
     return _copies(q, row_major, transposed), scale.reciprocal().repeat(max(rows, cols, PAD))
 
 
+def cast_columns(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the transposed copy of `x` [R, C] under a scale that is known."""
+    rows, cols = x.shape
+    # Not by _pad(), which would make a compiler guard on sizes.
+    x = F.pad(x.float(), (0, padded(cols) - cols, 0, padded(rows) - rows))
+    return saturate_cast(x * scale, dtype).t().contiguous()
+
+
 def _real(x: Tensor) -> Tensor:
     # contiguous(): pointwise operations would hand x's strides on to the copy.
     return x.contiguous().float()

@@ -9,7 +9,8 @@ Every GEMM is the K-major form, so each tensor is read once, into the layouts th
 what shares a scale in them is the recipe's matter (`operands.py`). Forward keeps FP8 copies only
 (x_t, w_t and their scales: a byte per element instead of two or four), and only those whose
 gradient somebody wants. A weight is in memory anyway: a recipe may ask for it to be quantised once
-more in backward instead (`recompute_weight`), and one recipe computes dw from x itself.
+more in backward instead (`recompute_weight`; a compiler then makes x_t there, too), and one recipe
+computes dw from x itself.
 """
 
 import functools
@@ -25,7 +26,7 @@ from . import device, operands, ops
 from .emulate import Scaling, padded
 from .main_grad import NO_MAIN_GRAD, MainGrad, in_place_of_dw, main_grad_of
 from .recipe import DelayedScaling, Recipe, resolve
-from .state import DelayedState, Histories
+from .state import DelayedState, Histories, History
 
 
 def linear(
@@ -110,7 +111,8 @@ def run(
         return ops.linear(x, w, bias, w_quantized, recipe, out_dtype, histories, sums)
     args = (x, w, bias, w_quantized, recipe, out_dtype, backend, histories)
     if not _wants_gradients(x, w, bias):
-        return _forward(*args, need_x=False, need_w=False)[0]
+        of_x, of_w = (histories.x, histories.w) if histories else (None, None)
+        return _forward(*args[:-1], of_x, of_w, need_x=False, need_w=False)[0]
     y: Tensor = _Linear.apply(*args, sums)
     return y
 
@@ -148,7 +150,8 @@ def _forward(
     recipe: Recipe,
     out_dtype: torch.dtype,
     backend: ops.Backend,
-    histories: Histories | None,
+    x_history: History | None,
+    w_history: History | None,
     *,
     need_x: bool,
     need_w: bool,
@@ -156,7 +159,6 @@ def _forward(
     """Return y and the FP8 x and w, transposed where a gradient will need that."""
     *lead, k = x.shape
     x = x.reshape(math.prod(lead), k)
-    x_history, w_history = (histories.x, histories.w) if histories else (None, None)
     emulated = backend.emulated
     xq = operands.quantize_x(x, recipe, x_history, transposed=need_w, emulated=emulated)
     wq = w_quantized or operands.quantize_w(
@@ -230,14 +232,19 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         need_x, need_w, *_ = ctx.needs_input_grad
         ctx.recompute_w = need_x and recipe.recompute_weight and w_quantized is None
-        ctx.keep_x = need_w and operands.keeps_x(recipe)
-        ctx.history_of_w = histories.w.kept() if ctx.recompute_w and histories else None
+        ctx.recompute_x = need_w and operands.recomputes_x(recipe)
+        ctx.high_precision_dw = need_w and operands.keeps_x(recipe)
+        keep_x = ctx.recompute_x or ctx.high_precision_dw
+        x_history, w_history = (histories.x, histories.w) if histories else (None, None)
+        ctx.history_of_w = None
+        if ctx.recompute_w:
+            w_history, ctx.history_of_w = operands.histories_of_w(w, recipe, w_history)
         y, xq, wq = _forward(
-            x, w, bias, w_quantized, recipe, out_dtype, backend, histories,
-            need_x=need_x and not ctx.recompute_w, need_w=need_w and not ctx.keep_x,
+            x, w, bias, w_quantized, recipe, out_dtype, backend, x_history, w_history,
+            need_x=need_x and not ctx.recompute_w, need_w=need_w and not keep_x,
         )  # fmt: skip
         ctx.save_for_backward(
-            *_saved(need_w, x if ctx.keep_x else None, xq),
+            *_saved(need_w, x if keep_x else None, xq, ctx.recompute_x),
             *_saved(need_x, w if ctx.recompute_w else None, wq),
         )
         ctx.recipe, ctx.backend, ctx.x_shape = recipe, backend, x.shape
@@ -264,7 +271,9 @@ class _Linear(torch.autograd.Function):
             w_t, w_scale_inv, w_fold = operands.columns_of_w(
                 w, recipe, ctx.history_of_w, emulated=emulated
             )
-        columns_of_dy = need_w and not ctx.keep_x
+        if need_w and ctx.recompute_x:
+            x_t, _, _ = operands.columns_of_x(x.reshape(m, k), x_scale_inv, recipe)
+        columns_of_dy = need_w and not ctx.high_precision_dw
         if need_x or columns_of_dy:
             dyq = operands.quantize_dy(
                 dy, recipe, ctx.history_of_dy, row_major=need_x, transposed=columns_of_dy,
@@ -299,11 +308,13 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None, None, None, None, None
 
 
-def _saved(needed: bool, itself: Tensor | None, q: ops.Quantized) -> tuple[Tensor | None, ...]:
+def _saved(
+    needed: bool, itself: Tensor | None, q: ops.Quantized, with_scale: bool = False
+) -> tuple[Tensor | None, ...]:
     """Return what backward gets of x or w: itself, or its columns; nothing if not needed."""
     if needed and itself is None:
         return None, *operands.columns(q)
-    return itself, None, None, None
+    return itself, None, q.scale_inv if needed and with_scale else None, None
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:

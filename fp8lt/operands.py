@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import device, ops
+from . import device, emulate, ops
 from .emulate import Scaling
 from .ops import Quantized
-from .recipe import BlockScaling, DelayedScaling, Recipe, RowwiseScaling
+from .recipe import BlockScaling, DelayedScaling, DynamicScaling, Recipe, RowwiseScaling
 from .state import History
 
 
@@ -66,6 +66,16 @@ def weight_scaling(recipe: Recipe) -> tuple[Scaling, Scaling | None]:
 def keeps_x(recipe: Recipe) -> bool:
     """Say whether dw is computed from x itself."""
     return isinstance(recipe, RowwiseScaling) and recipe.high_precision_grad_weight
+
+
+def recomputes_x(recipe: Recipe) -> bool:
+    """Say whether a compiler shall quantise the columns of x, where it likes.
+
+    It can where the rows' scale is the columns', too, and then keeps what costs the least memory:
+    the columns, x, or what x is made from.
+    """
+    compiling = torch.compiler.is_compiling()
+    return compiling and recipe.recompute_weight and scalings(recipe) == _TENSORWISE
 
 
 def quantize_x(
@@ -129,6 +139,24 @@ def columns(q: Quantized) -> Columns:
     return Columns(q.data_t, q.scale_inv_t, q.scale_inv if q.scaling_t is None else None)
 
 
+def columns_of_x(x: Tensor, scale_inv: Tensor, recipe: Recipe) -> Columns:
+    """Quantise the columns of x [M, K] under the scale of its rows, in plain PyTorch."""
+    scale, dtype = scale_inv[:1].reciprocal(), recipe.forward_dtype(device.formats(x.device))
+    return Columns(emulate.cast_columns(x, scale, dtype), scale_inv, None)
+
+
+def histories_of_w(
+    w: Tensor, recipe: Recipe, history: History | None
+) -> tuple[History | None, History | None]:
+    """Return a history for w in forward, and one for the same scale in backward."""
+    if history is not None:
+        return history, history.kept()
+    if not isinstance(recipe, DynamicScaling):
+        return None, None  # quantised as if for the first time: its columns have other scales
+    fresh = History(w.new_zeros(3, dtype=torch.float32), record=True)  # of one amax
+    return fresh, fresh._replace(record=False)
+
+
 def columns_of_w(w: Tensor, recipe: Recipe, history: History | None, *, emulated: bool) -> Columns:
     """Quantise the columns of w [N, K] alone."""
     if keeps_x(recipe):
@@ -188,12 +216,12 @@ def _quantize(
         return ops.quantize_rowwise(
             t, dtype, folded=folded, fold_cols=fold_cols, fold_rows=fold_rows, **options
         )
-    if isinstance(recipe, DelayedScaling):
-        assert history is not None  # `linear` saw to it
-        return ops.quantize_delayed(
-            t, dtype, history.amaxes, record=history.record, margin=recipe.margin,
-            most_recent=recipe.amax_compute_algo == "most_recent", **options,
-        )  # fmt: skip
+    if history is not None:
+        if isinstance(recipe, DelayedScaling):
+            options["margin"] = recipe.margin
+            options["most_recent"] = recipe.amax_compute_algo == "most_recent"
+        return ops.quantize_delayed(t, dtype, history.amaxes, record=history.record, **options)
+    assert not isinstance(recipe, DelayedScaling)  # `linear` saw to a history
     # A compiler could take the amax where it makes `t`. Measured on an H200, on four Llama-8B-like
     # blocks: quantise takes 1.1 ms less, everything else as much more.
     return ops.quantize_tensorwise(t, dtype, **options)

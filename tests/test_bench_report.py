@@ -164,7 +164,8 @@ def test_the_kernels_of_a_model_are_gemms_or_quantise_or_others() -> None:
             ("void fp8lt::(anonymous namespace)::cast_kernel<__nv_bfloat16", 54, 60),
             ("cast_transpose_optimized_kernel(__nv_bfloat16 const*", 60, 64),
             ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_traits<cutlass::half_t", 66, 90),
-            ("void at::native::vectorized_elementwise_kernel<8, silu>", 90, 100),
+            ("void at::native::vectorized_elementwise_kernel<8, silu>", 90, 96),
+            ("triton_poi_fused__to_copy_clamp_clone_gemm_nt_mul_quantize_tensorwise_5", 96, 100),
         ]
     ]
     assert bench_parts.times_by_kind(spans, runs=2) == {

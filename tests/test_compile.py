@@ -1,12 +1,16 @@
 """`torch.compile`: whole graphs, few of them, and the bits of eager mode."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from cases import randn
+from functorch.compile import make_boxed_compiler, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8lt
@@ -96,6 +100,63 @@ def test_inference_is_one_graph_too(on: torch.device, name: str) -> None:
             want = layer(x)
             got = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
+def test_what_is_recomputed_has_the_bits_of_eager_mode_too(on: torch.device, name: str) -> None:
+    lean = dataclasses.replace(recipe.resolve(name), recompute_weight=True)
+    torch.manual_seed(0)
+    layers = [fp8lt.Linear(48, 40, recipe=lean).to(on, torch.bfloat16) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layers[0], backend=counter, fullgraph=True)
+    for rows in (33, 64, 7, 100):
+        x = randn(rows, 48, on=on, dtype=torch.bfloat16, seed=rows)
+        assert all(map(torch.equal, step(compiled, x, layers[0]), step(layers[1], x, layers[1])))
+    assert counter.frame_count <= 2
+
+
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(64, 256, bias=False) for _ in range(2))
+        self.down = nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("lean", [False, True])
+def test_lean_and_compiled_nothing_is_kept_that_backward_can_make(name: str, lean: bool) -> None:
+    scaling = dataclasses.replace(recipe.resolve(name), recompute_weight=lean)
+    model = SwiGLU().bfloat16()
+    fp8lt.convert_to_float8_training(model, config=scaling)
+    kept: list[torch.Size] = []
+
+    def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        graphs = min_cut_rematerialization_partition(
+            joint, inputs, num_fwd_outputs=num_fwd_outputs, **options
+        )
+        *_, output = graphs[0].graph.nodes
+        for node in output.args[0][num_fwd_outputs:]:
+            if node.op != "placeholder" and node.meta["val"].dtype == torch.float8_e4m3fn:
+                kept.append(node.meta["val"].shape)
+        return graphs
+
+    plain = make_boxed_compiler(lambda graph, _: graph)
+    backend = aot_autograd(
+        fw_compiler=plain, bw_compiler=plain, partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )  # fmt: skip
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    torch.compile(model, backend=backend, fullgraph=True)(x).sum().backward()
+    # A graph cannot make its own input: its columns are kept, once for each scale they have.
+    columns, weights = (
+        [(64, 32)] * (1 if name == "tensorwise" else 2),
+        [(64, 256)] * 2 + [(256, 64)],
+    )
+    assert sorted(kept) == sorted(columns if lean else [*columns, (256, 32), *weights])
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed"])

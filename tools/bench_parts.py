@@ -145,7 +145,9 @@ def part_row(rows: Sequence[Row], contender: str, parts: Parts) -> Row:
 
 
 # How cuBLAS, cuBLASLt and CUTLASS name their kernels, and how those who quantise name theirs. What
-# Inductor makes of a quantise is fused with other work, and counted with it.
+# Inductor makes of a quantise is fused with other work, and counted with it, also where its name
+# has that of the GEMM it is for.
+FUSED = re.compile("^triton_(poi|red|per)_")
 GEMM = re.compile("nvjet|gemm|cutlass::device_kernel")
 QUANTISE = re.compile("fp8lt::|transformer_engine::|cast_transpose")
 
@@ -175,6 +177,8 @@ def times_by_kind(spans: Sequence[Span], runs: int) -> dict[str, float]:
 
 
 def kind_of(kernel: str) -> str:
+    if FUSED.search(kernel):
+        return "other_us"
     if GEMM.search(kernel):
         return "gemms_us"
     return "quantise_us" if QUANTISE.search(kernel) else "other_us"

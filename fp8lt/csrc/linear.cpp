@@ -7,6 +7,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -291,6 +292,15 @@ struct LinearBackward : torch::autograd::Node {
   }
 };
 
+// A history for the scale that w gets in this call, and once more in backward.
+AmaxHistory keep_scale_of_w(const Tensor& w, Call& call) {
+  if (call.recipe.kind == Recipe::Kind::kTensorwise) {
+    call.w = {at::zeros({3}, w.options().dtype(ScalarType::Float)), 0, true};  // of one amax
+    return {call.w.amaxes, 0, false};
+  }
+  return call.w.record ? AmaxHistory{call.w.amaxes.clone(), call.w.row, false} : call.w;
+}
+
 }  // namespace
 
 Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
@@ -318,10 +328,7 @@ Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bia
   Forward f;
   {
     const at::AutoDispatchBelowAutograd below;
-    // For the same scale in backward, where it is quantised once more.
-    if (call.need_x && call.recompute_weight && call.w.record && call.w.amaxes.defined()) {
-      history_of_w = {call.w.amaxes.clone(), call.w.row, false};
-    }
+    if (call.need_x && call.recompute_weight) history_of_w = keep_scale_of_w(w, call);
     f = forward(x, w, bias, std::move(w_quantized), call);
   }
   Tensor y = f.y;

@@ -89,7 +89,9 @@ Quantized quantize_forward(const Tensor& t, const Recipe& recipe, const AmaxHist
   const Copies copies{recipe.forward_fp8, row_major,           transposed,
                       std::nullopt,       recipe.power_of_two, Memory::kScaleWithDataT};
   switch (recipe.kind) {
-    case Kind::kTensorwise: return tensorwise(t, copies);
+    case Kind::kTensorwise:
+      if (!history.amaxes.defined()) return tensorwise(t, copies);
+      [[fallthrough]];
     case Kind::kDelayed: return delayed(t, copies, history, recipe);
     case Kind::kBlockwise: return blockwise(t, copies, square);
     default: return rowwise(t, copies, recipe.kind == Kind::kRowwiseFolded);
