@@ -144,7 +144,7 @@ def test_the_speed_of_a_model_in_the_readme_is_that_recorded() -> None:
 
 
 def test_the_speed_of_a_training_step_in_the_readme_is_that_recorded() -> None:
-    result = recorded("bench_model_h200.json", "step")
+    result = recorded("bench_step_h200.json", "step")
     assert table(f"training step, {result['parameters'] / 1e9:.2f} B parameters")[1:] == [
         [
             f"`{r['contender']}`",
@@ -154,6 +154,9 @@ def test_the_speed_of_a_training_step_in_the_readme_is_that_recorded() -> None:
         ]
         for r in result["rows"]
     ]
+    slow = {r["contender"]: r["ratio"] for r in recorded("bench_model_h200.json", "step")["rows"]}
+    eager, compiled, graphed = (slow[f"fp8lt{case}"] for case in ("", "-compiled", "-graphed"))
+    assert f"it is {eager:.2f}x eager and {compiled:.2f}x compiled, but {graphed:.2f}x as" in PLAIN
 
 
 # ---------------------------------------------------------------------------------------- recipes
