@@ -26,12 +26,14 @@ from .config import (
     ScalingType,
 )
 from .convert_formats import convert_quantized
+from .fsdp import precompute_float8_dynamic_scale_for_fsdp
 from .linear import linear, quantize_weight
 from .module import (
     Linear,
     convert_to_float8_training,
     delayed_state_dict,
     disable_fp8,
+    enable_fsdp_float8_all_gather,
     load_delayed_state_dict,
     reuse_weights,
     revert,
@@ -60,10 +62,12 @@ __all__ = [
     "convert_to_float8_training",
     "delayed_state_dict",
     "disable_fp8",
+    "enable_fsdp_float8_all_gather",
     "fp8_autocast",
     "is_available",
     "linear",
     "load_delayed_state_dict",
+    "precompute_float8_dynamic_scale_for_fsdp",
     "quantize_weight",
     "reuse_weights",
     "revert",

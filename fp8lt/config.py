@@ -132,12 +132,12 @@ class Float8LinearConfig:
     def __post_init__(self) -> None:
         self._check_types()
         self._fill_in_casts()
-        if self.enable_fsdp_float8_all_gather:
+        recipe = self.recipe()
+        if self.enable_fsdp_float8_all_gather and not isinstance(recipe, DynamicScaling):
             raise ValueError(
-                "enable_fsdp_float8_all_gather: not supported yet; want False, which gathers "
-                "weights in their own precision"
+                "enable_fsdp_float8_all_gather: want False with the casts of recipe "
+                f"{recipe.name!r}; weights are gathered in FP8 under one scale, 'tensorwise'"
             )
-        self.recipe()
 
     def _check_types(self) -> None:
         optional = _OPERANDS.values()  # which None says to take from the operand's other cast

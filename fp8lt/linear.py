@@ -52,7 +52,8 @@ def linear(
         out_dtype: dtype of y; by default x's, or autocast's inside `torch.autocast`.
         w_quantized: `quantize_weight(w)` of this very `w`, for the same recipe, to save quantising
             it again; gradients still go to `w`. Nothing checks that it is up to date: see
-            `reuse_weights`.
+            `reuse_weights`. Without the transposed copy, which needs one scale for all of `w`,
+            backward makes it.
         state: for the recipe "delayed" alone: the amax histories of this layer, which change.
         main_grad: [N, K] f32, contiguous: backward adds dw to it, in the GEMM, and `w.grad` stays
             as it is. As in Megatron, a `w` with the attribute `grad_added_to_main_grad` has that
@@ -130,7 +131,8 @@ def quantize_weight(
 ) -> ops.Quantized:
     """Quantise `w` [N, K] for several calls of `linear` with the same recipe.
 
-    `transposed=False` saves a byte per element where no gradient of `x` is wanted. `state`, for the
+    `transposed=False` saves a byte per element: where no gradient of `x` is wanted or, with one
+    scale for all of `w`, where backward shall make the transposed copy. `state`, for the
     recipe "delayed": that of the layer. The amax of `w` is recorded here, and in none of the calls;
     not in `no_grad`, nor inside of a backward pass.
     """
@@ -232,6 +234,7 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         need_x, need_w, *_ = ctx.needs_input_grad
         ctx.recompute_w = need_x and recipe.recompute_weight and w_quantized is None
+        ctx.transpose_w = need_x and w_quantized is not None and not w_quantized.data_t.numel()
         ctx.recompute_x = need_w and operands.recomputes_x(recipe)
         ctx.high_precision_dw = need_w and operands.keeps_x(recipe)
         keep_x = ctx.recompute_x or ctx.high_precision_dw
@@ -245,7 +248,7 @@ class _Linear(torch.autograd.Function):
         )  # fmt: skip
         ctx.save_for_backward(
             *_saved(need_w, x if keep_x else None, xq, ctx.recompute_x),
-            *_saved(need_x, w if ctx.recompute_w else None, wq),
+            *_saved(need_x, w if ctx.recompute_w else None, _rows(wq) if ctx.transpose_w else wq),
         )
         ctx.recipe, ctx.backend, ctx.x_shape = recipe, backend, x.shape
         ctx.main_grad = main_grad
@@ -271,6 +274,8 @@ class _Linear(torch.autograd.Function):
             w_t, w_scale_inv, w_fold = operands.columns_of_w(
                 w, recipe, ctx.history_of_w, emulated=emulated
             )
+        if need_x and ctx.transpose_w:
+            w_t = ops.transposed(w_t)
         if need_w and ctx.recompute_x:
             x_t, _, _ = operands.columns_of_x(x.reshape(m, k), x_scale_inv, recipe)
         columns_of_dy = need_w and not ctx.high_precision_dw
@@ -306,6 +311,11 @@ class _Linear(torch.autograd.Function):
         if need_w and total is not None:
             dw = in_place_of_dw(ctx.main_grad, w_dtype)
         return dx, dw, db, None, None, None, None, None, None
+
+
+def _rows(q: ops.Quantized) -> ops.Quantized:
+    """Return a tensor with its rows in place of columns that there are not."""
+    return q._replace(data_t=q.data)
 
 
 def _saved(
@@ -390,7 +400,8 @@ def _check_quantized(w_quantized: ops.Quantized, x: Tensor, w: Tensor, recipe: R
     n, k = map(padded, w.shape)
     data, data_t = w_quantized.data, w_quantized.data_t
     needs_t = torch.is_grad_enabled() and x.requires_grad
-    fits = data.shape == (n, k) and (not needs_t or data_t.shape == (k, n))
+    rows_do = not data_t.numel() and w_quantized.scaling_t == Scaling.TENSORWISE
+    fits = data.shape == (n, k) and (not needs_t or rows_do or data_t.shape == (k, n))
     e4m3 = device.formats(w.device).e4m3
     if not fits or data.device != w.device or data.dtype != e4m3:
         raise RuntimeError(

@@ -13,6 +13,7 @@ hand, DCP, safetensors) there is `delayed_state_dict`.
 import contextlib
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,13 +22,14 @@ from torch import Tensor, nn
 
 from .autocast import in_high_precision
 from .config import Float8LinearConfig
+from .fsdp import PRECOMPUTED, GatheredWeight, ShardedWeight, plain, sharded, why_not_in_fp8
 from .linear import check, quantize_weight, run
 from .ops import Quantized
 from .recipe import DelayedScaling, Recipe, resolve
 from .state import DelayedState, resized, zeros
 
 _STATE = "fp8_state"  # the buffer of delayed scaling, and its name in metadata
-_CONTEXT_STATE = ("_fp8_disabled", "_weight_cache")
+_CONTEXT_STATE = ("_fp8_disabled", "_weight_cache", PRECOMPUTED)
 
 
 class Linear(nn.Linear):
@@ -74,7 +76,15 @@ class Linear(nn.Linear):
 
     @recipe.setter
     def recipe(self, recipe: str | Recipe) -> None:
-        self._recipe = resolve(recipe)
+        recipe = resolve(recipe)
+        shard = sharded(self._parameters.get("weight"))
+        if shard is not None:
+            reason = why_not_in_fp8(shard, recipe)
+            if reason is not None:
+                raise ValueError(f"recipe: the weight is gathered in FP8, but {reason}")
+            shard.recipe = recipe
+            vars(self).pop(PRECOMPUTED, None)
+        self._recipe = recipe
         _drop_state(self)
         if isinstance(self._recipe, DelayedScaling):
             amaxes = zeros(self._recipe, self.weight.device)
@@ -86,6 +96,9 @@ class Linear(nn.Linear):
                 return self._plain_forward(input)
         weight, bias, w_quantized = self.weight, self.bias, None
         check(input, weight, bias)
+        if isinstance(weight, (GatheredWeight, ShardedWeight)):
+            w_quantized = weight.quantized()
+            return run(input, weight, bias, w_quantized, self._recipe)
         recipe = self._recipe
         state = DelayedState.of(self.fp8_state) if isinstance(recipe, DelayedScaling) else None
         if self._weight_cache is not None and not torch.compiler.is_compiling():
@@ -118,6 +131,9 @@ class Linear(nn.Linear):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = destination.get(prefix + "weight")
+        if weight is not None and not keep_vars:
+            destination[prefix + "weight"] = plain(weight)
         metadata = getattr(destination, "_metadata", None)
         if _STATE in self._buffers and metadata is not None:
             metadata[prefix[:-1]][_STATE] = self.fp8_state.detach().clone()
@@ -191,6 +207,8 @@ def convert_to_float8_training(
         converted += 1
         if plain is not nn.Linear:
             layer._plain_class = plain
+    if isinstance(config, Float8LinearConfig) and config.enable_fsdp_float8_all_gather:
+        enable_fsdp_float8_all_gather(module)
     if not converted:
         reason = "no nn.Linear passed the filter"
         if left:
@@ -199,6 +217,50 @@ def convert_to_float8_training(
                 "`fully_shard` and the like make them, or with convert_subclasses=True"
             )
         warnings.warn(f"fp8lt: no layer was converted: {reason}", stacklevel=2)
+    return module
+
+
+def enable_fsdp_float8_all_gather(module: nn.Module) -> nn.Module:
+    """Let FSDP2 gather the weights of converted layers in FP8; return `module`.
+
+    To be called before `fully_shard`, and before an optimizer is made: the weights become
+    parameters of a class of their own. State dicts have plain tensors as before. Layers stay as
+    they are, and a warning names them, where a weight has other users, the recipe is not
+    "tensorwise", or sizes are no multiples of 16.
+
+    Raises RuntimeError where a weight is sharded already.
+
+    Example:
+        >>> model = fp8lt.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)))
+        >>> model = fp8lt.enable_fsdp_float8_all_gather(model)  # now fully_shard(model)
+    """
+    users = Counter(id(p) for m in module.modules() for p in m._parameters.values())
+    layers = {name: m for name, m in module.named_modules() if isinstance(m, Linear)}
+    left: dict[str, str] = {}
+    for name, layer in layers.items():
+        weight = layer.weight
+        if sharded(weight) is not None:
+            continue
+        if type(weight) is not nn.Parameter:
+            raise RuntimeError(
+                f"enable_fsdp_float8_all_gather: want plain weights, got one of {name!r} that is a "
+                f"{type(weight).__name__}: call it before fully_shard"
+            )
+        reason = why_not_in_fp8(weight, layer.recipe)
+        if users[id(weight)] > 1:
+            reason = "it has other users"
+        if reason:
+            left[name] = reason
+            continue
+        gathered = ShardedWeight(weight.detach(), layer.recipe)
+        layer.weight = nn.Parameter(gathered, weight.requires_grad)
+    if left or not layers:
+        told = "; ".join(f"{name!r}: {reason}" for name, reason in left.items())
+        warnings.warn(
+            "fp8lt: these weights are gathered in their own precision: "
+            f"{told or 'all, no layer is converted'}",
+            stacklevel=2,
+        )
     return module
 
 

@@ -175,6 +175,12 @@ def quantize_blockwise(
     return Quantized(data, data_t, scale_inv, scale_inv_t, sums, scaling, scaling)
 
 
+def transposed(data: Tensor) -> Tensor:
+    """Return an FP8 copy [R, C] transposed, [C, R]: with one scale, the other copy."""
+    # As bytes: not every device copies FP8.
+    return data.view(torch.uint8).t().contiguous().view(data.dtype)
+
+
 def gemm_nt(
     a: Tensor,
     b: Tensor,

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import RunPython
+from ranks import Ranks
 
 import fp8lt.device
 from fp8lt import build
@@ -111,3 +112,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Ranks]]:
+    started: list[Ranks] = []
+    yield started
+    for ranks in started:
+        ranks.end()
+
+
+@pytest.fixture
+def ranks(started: list[Ranks], tmp_path: Path) -> Ranks:
+    if not started or started[-1].ended:
+        started.append(Ranks(tmp_path / "store"))
+    return started[-1]

@@ -85,7 +85,14 @@ def test_a_cast_that_is_shared_stays_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_fsdp_float8_all_gather": True}, "enable_fsdp_float8_all_gather: not supported"),
+        (
+            {
+                "enable_fsdp_float8_all_gather": True,
+                **{f"cast_config_{operand}": AXISWISE for operand in ("input", "weight")},
+                "cast_config_grad_output": AXISWISE,
+            },
+            "enable_fsdp_float8_all_gather: want False with the casts of recipe 'rowwise'",
+        ),
         ({"cast_config_input": DISABLED}, "cast_config_input: want axiswise.*got disabled"),
         ({"cast_config_input": AXISWISE}, "cast_config_weight: want axiswise.*got tensorwise"),
         ({"cast_config_weight": AXISWISE}, "cast_config_weight: want tensorwise.*got axiswise"),

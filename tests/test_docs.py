@@ -271,7 +271,7 @@ def test_what_the_migration_table_names_exists() -> None:
         assert words(line[0]) <= known, line
         assert words(line[1]) <= of_torchao, line
     assert hasattr(theirs.Float8LinearConfig, "from_recipe_name")
-    (listed,) = re.findall(r"takes all fields of torchao's.*?refused\.", README, re.DOTALL)
+    (listed,) = re.findall(r"takes all fields of torchao's.*?recipes alone\.", README, re.DOTALL)
     named = set(spans(listed)) - {"..._for_grad_weight", "..._for_grad_input"}
     named = {re.sub("=.*", "", name) for name in named}
     assert named == {name for name in config if "_for_" not in name}

@@ -85,10 +85,13 @@ for lead, (x_dtype, w_dtype), bias_dtype, out_dtype, how in itertools.product(
                 assert got.shape == want.shape and torch.equal(got, want), how
                 count += 1
 
-for how in recipes:
+for how in [tensorwise, lean, *recipes]:
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
-    if not isinstance(how, recipe.DelayedScaling):
-        wq = fp8lt.quantize_weight(w, recipe=how)
+    # Without the transposed copy backward makes it, where there is one scale.
+    for transposed in (True, False)[: 1 + (how.name == "tensorwise")]:
+        if isinstance(how, recipe.DelayedScaling):
+            continue
+        wq = fp8lt.quantize_weight(w, recipe=how, transposed=transposed)
         y = ops.linear(x, w, None, wq, how, f32)
         gradients = torch.autograd.grad(y.sum(), (x, w))
         want = fp8lt.linear(x, w, recipe=how)

@@ -40,6 +40,7 @@ struct Call {
   AmaxHistory x, w, dy;
   bool need_x, need_w;    // their gradients
   bool recompute_weight;  // keep w instead of its columns
+  bool transpose_weight;  // keep the rows of w in FP8 instead
   std::optional<uint64_t> x_made_by;
 };
 
@@ -120,7 +121,7 @@ struct LinearBackward : torch::autograd::Node {
   torch::autograd::SavedVariable x, weight;
   MainGrad main_grad;
   Recipe recipe;
-  bool recompute_weight;
+  bool recompute_weight, transpose_weight;
   AmaxHistory history_of_w, history_of_dy;
   at::DimVector x_sizes;
   int64_t n;
@@ -131,6 +132,7 @@ struct LinearBackward : torch::autograd::Node {
       : Node(torch::autograd::collect_next_edges(x, w, bias)),
         recipe(call.recipe),
         recompute_weight(call.recompute_weight),
+        transpose_weight(call.transpose_weight),
         history_of_dy(call.dy),
         x_sizes(x.sizes()),
         n(w.size(0)),
@@ -148,6 +150,8 @@ struct LinearBackward : torch::autograd::Node {
     }
     if (call.need_x && recompute_weight) {
       weight = {w, false};
+    } else if (call.need_x && transpose_weight) {
+      w_columns.keep({std::move(f.w.data), std::move(f.w.scale_inv), {}});
     } else if (call.need_x) {
       w_columns.keep(columns_of(std::move(f.w), recipe));
     }
@@ -257,9 +261,10 @@ struct LinearBackward : torch::autograd::Node {
   // dx [..., K] = dy [M, N] @ w [N, K]. Takes its operands out of `dy` and `saved`.
   Tensor grad_input(Quantized& dy, Saved& saved) const {
     const Tensor data = std::move(dy.data), scale_inv = std::move(dy.scale_inv);
-    const Columns w = saved.w_columns.data_t.defined()
-                          ? std::move(saved.w_columns)
-                          : columns_of_w(saved.weight, recipe, history_of_w);
+    Columns w = saved.w_columns.data_t.defined()
+                    ? std::move(saved.w_columns)
+                    : columns_of_w(saved.weight, recipe, history_of_w);
+    if (transpose_weight) w.data_t = transposed(w.data_t);
     return gemm_nt(data, w.data_t, scale_inv, w.scale_inv_t, x_sizes, std::nullopt, x_dtype,
                    recipe.fast_grad_input, recipe.forward_scalings());
   }
@@ -318,7 +323,8 @@ Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bia
             {histories.amaxes, 2, true},
             record && x.requires_grad(),
             record && w.requires_grad(),
-            recipe.recompute_weight && !w_quantized.has_value(),  // else its columns are there
+            recipe.recompute_weight && !w_quantized.has_value(),  // else it is there in FP8
+            w_quantized.has_value() && w_quantized->data_t.numel() == 0,
             {}};
   const bool need_bias = record && bias.has_value() && bias->requires_grad();
   // Of an activation that backward keeps, the number of the operation that made it: here, where

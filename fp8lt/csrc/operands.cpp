@@ -161,6 +161,10 @@ Columns columns_of_w(const Tensor& w, const Recipe& recipe, const AmaxHistory& h
   return columns_of(std::move(q), recipe);
 }
 
+Tensor transposed(const Tensor& data) {
+  return data.view(ScalarType::Byte).t().contiguous().view(data.scalar_type());
+}
+
 Tensor gemm_nt(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,
                const Tensor& b_scale_inv, at::IntArrayRef sizes, const std::optional<Tensor>& bias,
                ScalarType out_dtype, bool fast_accum, Recipe::Scalings scalings) {

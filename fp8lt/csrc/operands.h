@@ -44,6 +44,9 @@ Quantized quantize_dy(const at::Tensor& dy, const Recipe& recipe, const AmaxHist
 Columns columns_of(Quantized q, const Recipe& recipe);
 Columns columns_of_w(const at::Tensor& w, const Recipe& recipe, const AmaxHistory& history);
 
+// See ops.transposed.
+at::Tensor transposed(const at::Tensor& data);
+
 // See ops.gemm_nt; the result has these `sizes`, [..., n].
 at::Tensor gemm_nt(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,
                    const at::Tensor& b_scale_inv, at::IntArrayRef sizes,
