@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import tensor_parallel
 from .autocast import in_high_precision
 from .config import Float8LinearConfig
 from .fsdp import PRECOMPUTED, GatheredWeight, ShardedWeight, plain, sharded, why_not_in_fp8
@@ -94,13 +95,17 @@ class Linear(nn.Linear):
         if self._fp8_disabled:
             with in_high_precision():
                 return self._plain_forward(input)
-        weight, bias, w_quantized = self.weight, self.bias, None
+        weight, bias = self.weight, self.bias
         check(input, weight, bias)
         if isinstance(weight, (GatheredWeight, ShardedWeight)):
-            w_quantized = weight.quantized()
-            return run(input, weight, bias, w_quantized, self._recipe)
-        recipe = self._recipe
-        state = DelayedState.of(self.fp8_state) if isinstance(recipe, DelayedScaling) else None
+            return run(input, weight, bias, weight.quantized(), self._recipe)
+        if type(weight).__name__ == "DTensor":  # whose import would take half a second
+            return tensor_parallel.linear(input, weight, bias, self._run)
+        return self._run(input, weight, bias)
+
+    def _run(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        recipe, w_quantized = self._recipe, None
+        state = DelayedState.of(_state_of(self)) if isinstance(recipe, DelayedScaling) else None
         if self._weight_cache is not None and not torch.compiler.is_compiling():
             transposed = torch.is_grad_enabled() and input.requires_grad
             w_quantized = self._weight_cache.get(weight, recipe, transposed, state)
@@ -117,10 +122,10 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if _STATE in self._buffers:
-            self.fp8_state.zero_()
+            _state_of(self).zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
-        before = self._buffers.get(_STATE)
+        before = _state_of(self) if _STATE in self._buffers else None
         super()._apply(fn, recurse)
         if before is not None and self.fp8_state is not before:
             # Its device is new; not its dtype (bfloat16()), nor what it holds (to_empty()).
@@ -136,7 +141,7 @@ class Linear(nn.Linear):
             destination[prefix + "weight"] = plain(weight)
         metadata = getattr(destination, "_metadata", None)
         if _STATE in self._buffers and metadata is not None:
-            metadata[prefix[:-1]][_STATE] = self.fp8_state.detach().clone()
+            metadata[prefix[:-1]][_STATE] = _state_of(self).detach().clone()
 
     def _load_from_state_dict(
         self,
@@ -148,7 +153,7 @@ class Linear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         if _STATE in self._buffers:
             # With assign=True the weight may have come to another device, from meta for example.
-            self._buffers[_STATE] = _to(self.fp8_state, self.weight.device)
+            self._buffers[_STATE] = _to(_state_of(self), self.weight.device)
             if _STATE in local_metadata:
                 _restore(self, prefix + _STATE, local_metadata[_STATE])
             elif prefix + "weight" in state_dict and not self.fp8_state.is_meta:
@@ -302,7 +307,7 @@ def delayed_state_dict(module: nn.Module) -> dict[str, Tensor]:
         ['0.fp8_state']
         >>> fp8lt.load_delayed_state_dict(model, saved)
     """
-    return {name: layer.fp8_state.detach().clone() for name, layer in _with_state(module).items()}
+    return {name: _state_of(m).detach().clone() for name, m in _with_state(module).items()}
 
 
 def load_delayed_state_dict(module: nn.Module, states: Mapping[str, Tensor]) -> None:
@@ -331,6 +336,14 @@ def _with_state(module: nn.Module) -> dict[str, Linear]:
     }
 
 
+def _state_of(layer: Linear) -> Tensor:
+    """Return the state: this rank's own, though `parallelize_module` makes DTensors of buffers."""
+    state: Any = layer._buffers[_STATE]
+    if type(state).__name__ == "DTensor":
+        layer._buffers[_STATE] = state = state.to_local()
+    return state
+
+
 def _drop_state(layer: Linear) -> None:
     layer._buffers.pop(_STATE, None)
     layer._non_persistent_buffers_set.discard(_STATE)
@@ -342,7 +355,7 @@ def _restore(layer: Linear, name: str, saved: Tensor) -> None:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if not layer.fp8_state.is_meta:
-        layer.fp8_state.copy_(amaxes)
+        _state_of(layer).copy_(amaxes)
 
 
 def _main_grad(weight: Tensor) -> Tensor:
