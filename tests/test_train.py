@@ -45,7 +45,7 @@ def test_the_command_trains_in_fp8_and_ends_with_one_line_of_json(tmp_path: Path
     assert table.startswith("tensorwise")
     assert "30/30" in done.stderr  # the progress bar
     assert json.loads((tmp_path / "run.json").read_text()) == report
-    assert run["fp8_layers"] == 4
+    assert run["fp8_layers"] == 5
     assert len(run["train_losses"]) == 30
     assert abs(run["val_loss_start"] - GUESSING) < 0.3  # measured -0.03
     assert run["val_loss_end"] < run["val_loss_start"] - 0.8  # measured -2.2
@@ -58,7 +58,7 @@ def test_comparing_starts_both_runs_alike_and_draws_a_plot(
     report = run_main(capsys, "--compare", "bf16", "--json", str(tmp_path / "run.json"))
     fp8, bf16 = report["runs"]
     assert [fp8["recipe"], bf16["recipe"]] == ["tensorwise", "bf16"]
-    assert [fp8["fp8_layers"], bf16["fp8_layers"]] == [4, 0]
+    assert [fp8["fp8_layers"], bf16["fp8_layers"]] == [5, 0]
     # Not equal: each is evaluated in its own precision.
     assert abs(fp8["val_loss_start"] - bf16["val_loss_start"]) < 0.02  # measured 0.0003
     assert abs(fp8["val_loss_end"] - bf16["val_loss_end"]) < 0.1  # measured 0.003
@@ -80,7 +80,7 @@ def test_every_recipe_trains_and_can_be_compared(
     flags = ["--recipe", first, "--compare", *others, "--plot", str(tmp_path / "train.png")]
     runs = run_main(capsys, "--steps", "12", *flags)["runs"]
     assert [run["recipe"] for run in runs] == list(NAMES)
-    assert {run["fp8_layers"] for run in runs} == {4}
+    assert {run["fp8_layers"] for run in runs} == {5}
     ends = [run["val_loss_end"] for run in runs]
     assert max(ends) - min(ends) < 0.05  # measured 0.003
     assert max(ends) < GUESSING - 0.5  # measured -1.4
@@ -162,7 +162,7 @@ def test_an_interrupt_leaves_one_clean_line(
     assert capsys.readouterr().err.splitlines()[-1].startswith("train.py: interrupted")
 
 
-@pytest.mark.parametrize(("fp8_head", "count"), [(False, 8), (True, 9)])
+@pytest.mark.parametrize(("fp8_head", "count"), [(False, 10), (True, 11)])
 def test_converting_reaches_every_linear_layer_but_the_head(fp8_head: bool, count: int) -> None:
     model = gpt.GPT(32, 2, 2, 16)
     assert train.convert(model, "tensorwise", fp8_head) == count

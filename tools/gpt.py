@@ -44,24 +44,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Block(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_dim = dim // heads
         # 8/3 D keeps a SwiGLU as large as a plain 4 D layer; multiples of 64 keep the GEMMs whole.
         hidden = -(-8 * dim // (3 * 64)) * 64
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
-        self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
+        self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # [B, T, 3, H, d]
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, d]
+        # [B, T, H, 3, d], of as many heads as are here: ranks of a parallel run may share them.
+        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))
+        q, k, v = heads.permute(3, 0, 2, 1, 4).unbind(0)  # each [B, H, T, d]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
     def mlp(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(norm(x), cos, sin)

@@ -2,6 +2,7 @@
 
     python tools/train.py                                  # FP8, sized for what the machine has
     python tools/train.py --compare bf16 --plot train.png  # then the same in bf16, and a plot
+    torchrun --nproc-per-node 2 tools/train.py --parallel fsdp2  # see train_parallel.py
 
 The text is the source code of the running Python's standard library (or `--data FILE...`), cut into
 blocks; every 20th block is validation text that is never trained on. All runs of one command share
@@ -11,7 +12,8 @@ run in bf16 (autocast) over f32 master weights, on the CPU too.
 The table shows the validation loss in nats per byte before the first step and after the last
 (8 bits is 5.55 nats, pure guessing) and the speed in the second half of the steps, when caches and
 clocks have settled. Validation uses the precision that was trained. The last line of stdout is the
-same and more as one JSON document. Exit codes: 0 trained, 1 the loss stopped being finite, 2 a bad
+same and more as one JSON document. With `--checkpoint DIR` a run goes on from the newest checkpoint
+in DIR, and leaves others there. Exit codes: 0 trained, 1 the loss stopped being finite, 2 a bad
 argument, 130 interrupted.
 """
 
@@ -21,6 +23,7 @@ import gc
 import importlib.util
 import json
 import math
+import os
 import platform
 import sys
 import time
@@ -33,6 +36,7 @@ from gpt import GPT, loss_of
 from provenance import provenance
 from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
+from train_parallel import SHARDED_BATCH, WAYS, Parallel, latest, load, save, started
 from train_report import plot, table
 from train_text import Text, read_text, stdlib_files, train_starts, val_starts, windows
 
@@ -81,6 +85,9 @@ HELP = {
     "fp8_head": "convert the output head too",
     "compile": "run the model under torch.compile",
 }
+CONFIG = "config.json"  # in a folder of checkpoints
+# What has to be the same where a run goes on: the model, and the order of the data.
+SAME_RUN = ("dim", "layers", "heads", "tie", "seq", "batch", "seed", "max_bytes")
 PRESETS = {
     "cpu": Config(128, 4, 2, 128, 16, 240, 20, 2e-3, 8, 4_000_000),
     "gpu": Config(2048, 8, 16, 1024, 16, 300, 50, 3e-4, 8, 16_000_000),
@@ -137,36 +144,77 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, text: Tensor, config: Config) -> float:
+def evaluate(model: nn.Module, text: Tensor, config: Config, parallel: Parallel) -> float:
     """Return the mean loss over the validation windows, in the layers' own precision."""
     model.eval()
     total = torch.zeros((), device=text.device)
     for starts in val_starts(text, config.seq, config.eval_batches, config.batch):
         with autocast(text.device):
-            total += loss_of(model, windows(text, starts, config.seq))
+            total += loss_of(model, windows(text, parallel.mine(starts), config.seq))
     model.train()
-    loss = total.item() / config.eval_batches
+    loss = parallel.mean(total).item() / config.eval_batches
     if not math.isfinite(loss):
         raise TrainingError(f"the validation loss is {loss}")
     return loss
 
 
-def train_steps(model: nn.Module, text: Tensor, config: Config) -> Iterator[Tensor]:
-    """Train; after each step yield its loss, [] f32 on the device."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+def make_optimizer(model: nn.Module, config: Config, parallel: Parallel) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        parallel.groups(model), betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
     )
+
+
+def train_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    text: Tensor,
+    config: Config,
+    parallel: Parallel,
+    done: int = 0,
+) -> Iterator[Tensor]:
+    """Train from the step `done` on; after each yield the loss of this rank's rows, [] f32."""
+    call = parallel.wrapped(model)
     all_starts = train_starts(text, config.seq, config.steps, config.batch, config.seed)
-    for step, starts in enumerate(all_starts):
+    for step, starts in enumerate(all_starts[done:], done):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
         with autocast(text.device):
-            loss = loss_of(model, windows(text, starts, config.seq))
+            loss = loss_of(call, windows(text, parallel.mine(starts), config.seq))
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        parallel.after_backward(model)
+        parallel.clip(model, config.clip)
         optimizer.step()
+        parallel.after_step(model)
         optimizer.zero_grad()
         yield loss.detach()
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Where the checkpoints of a run are, and which steps leave one: the last does, too."""
+
+    folder: Path | None = None
+    every: int = 0
+    last: int = 0
+
+    def wants(self, step: int) -> bool:
+        return self.folder is not None and (step == self.last or step % self.every == 0)
+
+    def save(
+        self, step: int, losses: list[float], model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self.folder is not None and self.wants(step):
+            save(self.folder, step, losses, model, optimizer)
+
+    def restored(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        """Go on from the newest; return the losses of its steps."""
+        found = latest(self.folder) if self.folder else None
+        if found is None:
+            return []
+        _, losses = load(found, model, optimizer)
+        if len(losses) >= self.last:
+            raise TrainingError(f"{found} has all {self.last} steps; give another --checkpoint")
+        return losses
 
 
 def check_finite(losses: list[float], first_step: int) -> None:
@@ -175,23 +223,38 @@ def check_finite(losses: list[float], first_step: int) -> None:
             raise TrainingError(f"the loss of step {step} is {loss}; try a smaller --lr")
 
 
-def fit(model: nn.Module, text: Tensor, config: Config, recipe: str) -> tuple[list[float], float]:
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    text: Tensor,
+    config: Config,
+    recipe: str,
+    parallel: Parallel,
+    keep: Keep,
+) -> tuple[list[float], float]:
     """Train with a progress bar; return the loss of every step, and tokens/s in the second half."""
     device, tokens = text.device, config.batch * config.seq
-    losses: list[float] = []
+    losses = keep.restored(model, optimizer)
+    parallel.after_step(model)
+    done = len(losses)
     pending: list[Tensor] = []
-    half, half_time = config.steps // 2, clock(device)
+    half, half_time = done + (config.steps - done) // 2, clock(device)
     last_time = half_time
-    with tqdm(total=config.steps, desc=recipe, unit="step", dynamic_ncols=True) as bar:
-        for step, loss in enumerate(train_steps(model, text, config), 1):
+    with tqdm(
+        total=config.steps, initial=done, desc=recipe, unit="step", dynamic_ncols=True,
+        disable=parallel.rank > 0,
+    ) as bar:  # fmt: skip
+        steps = train_steps(model, optimizer, text, config, parallel, done)
+        for step, loss in enumerate(steps, done + 1):
             pending.append(loss)
             if step == half:
                 half_time = clock(device)
-            if step % REPORT_EVERY and step < config.steps:
+            if step % REPORT_EVERY and step < config.steps and not keep.wants(step):
                 continue
-            new, pending = torch.stack(pending).tolist(), []
+            new, pending = parallel.mean(torch.stack(pending)).tolist(), []
             check_finite(new, len(losses) + 1)
             losses += new
+            keep.save(step, losses, model, optimizer)
             now = clock(device)
             speed = tokens * len(new) / (now - last_time)
             last_time = now
@@ -200,8 +263,9 @@ def fit(model: nn.Module, text: Tensor, config: Config, recipe: str) -> tuple[li
     return losses, tokens * (config.steps - half) / (clock(device) - half_time)
 
 
-def run(recipe: str, config: Config, text: Text, device: torch.device) -> dict[str, Any]:
+def run(recipe: str, config: Config, text: Text, parallel: Parallel, keep: Keep) -> dict[str, Any]:
     """Train one model from scratch; return the measurements."""
+    device = parallel.device
     gc.collect()  # the last run's model, so that it does not count towards this one's memory
     begin = clock(device)  # starts CUDA, which the next lines need
     if device.type == "cuda":
@@ -211,17 +275,21 @@ def run(recipe: str, config: Config, text: Text, device: torch.device) -> dict[s
     with device:
         model = GPT(config.dim, config.layers, config.heads, config.seq, config.tie)
     fp8_layers = convert(model, recipe, config.fp8_head)
+    parameters = sum(p.numel() for p in model.parameters())
+    parallel.prepare(model)
+    # Before any forward: after one, `fully_shard` may leave whole weights in the model.
+    optimizer = make_optimizer(model, config, parallel)
     if config.compile:
         model.compile()
     train, val = text.train.to(device), text.val.to(device)
-    val_start = evaluate(model, val, config)
-    losses, tokens_per_s = fit(model, train, config, recipe)
-    val_end = evaluate(model, val, config)
+    val_start = evaluate(model, val, config, parallel)
+    losses, tokens_per_s = fit(model, optimizer, train, config, recipe, parallel, keep)
+    val_end = evaluate(model, val, config, parallel)
     on_cuda = device.type == "cuda"
     return {
         "recipe": recipe,
         "fp8_layers": fp8_layers,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": parameters,
         "val_loss_start": val_start,
         "val_loss_end": val_end,
         "tokens_per_s": tokens_per_s,
@@ -292,6 +360,42 @@ def check_outputs(args: argparse.Namespace) -> None:
         raise ValueError("argument --plot: matplotlib is missing; pip install matplotlib")
 
 
+def check_parallel(args: argparse.Namespace, config: Config) -> None:
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if args.parallel and "RANK" not in os.environ:
+        raise ValueError(
+            f"argument --parallel: {args.parallel} wants several processes: "
+            "torchrun --nproc-per-node N tools/train.py ..."
+        )
+    if world > 1 and not args.parallel:
+        raise ValueError(f"argument --parallel: {world} processes want one of {', '.join(WAYS)}")
+    if args.parallel in SHARDED_BATCH and config.batch % world:
+        raise ValueError(
+            f"argument --batch: got {config.batch}, want a multiple of the {world} processes"
+        )
+    if args.parallel == "tp" and (config.heads % world or world > 64):
+        raise ValueError(
+            f"argument --heads: got {config.heads}, want a multiple of the {world} processes"
+        )
+    if args.fp8_all_gather and (args.parallel != "fsdp2" or args.recipe != "tensorwise"):
+        raise ValueError(
+            "argument --fp8-all-gather: want --parallel fsdp2 and --recipe tensorwise with it"
+        )
+    if args.save_every < 1:
+        raise ValueError(f"argument --save-every: got {args.save_every}, want above 0")
+    if args.checkpoint and args.compare:
+        raise ValueError("argument --checkpoint: want no --compare with it, it is of one run")
+    if args.checkpoint and args.checkpoint.exists() and not args.checkpoint.is_dir():
+        raise ValueError(f"argument --checkpoint: got {args.checkpoint}, want a folder")
+    begun = args.checkpoint / CONFIG if args.checkpoint else None
+    if begun is not None and begun.exists():
+        before = json.loads(begun.read_text())
+        for name in SAME_RUN:
+            if (got := getattr(config, name)) != before[name]:
+                flag, want = name.replace("_", "-"), before[name]
+                raise ValueError(f"argument --{flag}: got {got}, want {want}, as in {begun}")
+
+
 def check_recipes(args: argparse.Namespace) -> None:
     for flag, recipes in (("--recipe", [args.recipe]), ("--compare", args.compare)):
         for recipe in recipes:
@@ -322,6 +426,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--preset", choices=PRESETS, default="gpu" if gpu else "cpu")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if gpu else "cpu")
+    parser.add_argument("--parallel", choices=WAYS, help="how torchrun's processes share the work")
+    parser.add_argument(
+        "--fp8-all-gather", action="store_true", help="of --parallel fsdp2: gather weights in FP8"
+    )
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="go on from there, save too")
+    parser.add_argument(
+        "--save-every", type=int, default=100, metavar="N", help="steps between two (100)"
+    )
     parser.add_argument("--data", nargs="+", type=Path, metavar="FILE", help="train on these files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves here")
@@ -344,21 +456,34 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Text]:
     if args.compare and not args.plot:
         args.plot = (args.json.parent if args.json else Path()) / "train.png"
     config = choose_config(args)
+    check_parallel(args, config)
     check_outputs(args)
     text = choose_text(args, config)
     check_recipes(args)
     return config, text
 
 
-def train(args: argparse.Namespace, config: Config, text: Text) -> None:
-    device = torch.device(args.device)
+def train(args: argparse.Namespace, config: Config, text: Text, parallel: Parallel) -> None:
+    keep = Keep(args.checkpoint, args.save_every, config.steps)
+    if args.checkpoint and parallel.rank == 0:
+        args.checkpoint.mkdir(parents=True, exist_ok=True)
+        (args.checkpoint / CONFIG).write_text(json.dumps(dataclasses.asdict(config)) + "\n")
     report = {
-        **provenance(device),
+        **provenance(parallel.device),
         "preset": args.preset,
+        "parallel": {
+            "way": parallel.way,
+            "ranks": parallel.world,
+            "fp8_all_gather": parallel.fp8_all_gather,
+        },
         "config": dataclasses.asdict(config),
         "text": text.summary(),
-        "runs": [run(recipe, config, text, device) for recipe in [args.recipe, *args.compare]],
+        "runs": [
+            run(recipe, config, text, parallel, keep) for recipe in [args.recipe, *args.compare]
+        ],
     }
+    if parallel.rank > 0:
+        return
     print(table(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -376,7 +501,8 @@ def main(argv: list[str] | None = None) -> int:
             config, text = prepare(args)
         except ValueError as error:
             parser.error(str(error))  # exits with 2
-        train(args, config, text)
+        with started(args.parallel, args.device, args.fp8_all_gather) as parallel:
+            train(args, config, text, parallel)
     except TrainingError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 1
