@@ -35,6 +35,7 @@ from .module import (
     disable_fp8,
     enable_fsdp_float8_all_gather,
     load_delayed_state_dict,
+    reduce_amaxes,
     reuse_weights,
     revert,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "load_delayed_state_dict",
     "precompute_float8_dynamic_scale_for_fsdp",
     "quantize_weight",
+    "reduce_amaxes",
     "reuse_weights",
     "revert",
     "stats",

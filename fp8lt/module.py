@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from . import tensor_parallel
 from .autocast import in_high_precision
@@ -27,7 +27,7 @@ from .fsdp import PRECOMPUTED, GatheredWeight, ShardedWeight, plain, sharded, wh
 from .linear import check, quantize_weight, run
 from .ops import Quantized
 from .recipe import DelayedScaling, Recipe, resolve
-from .state import DelayedState, resized, zeros
+from .state import DelayedState, reduce_over_ranks, resized, zeros
 
 _STATE = "fp8_state"  # the buffer of delayed scaling, and its name in metadata
 _CONTEXT_STATE = ("_fp8_disabled", "_weight_cache", PRECOMPUTED)
@@ -326,6 +326,22 @@ def load_delayed_state_dict(module: nn.Module, states: Mapping[str, Tensor]) -> 
         raise ValueError(f"states: missing {missing}, unexpected {unexpected}")
     for name, layer in layers.items():
         _restore(layer, name, states[name])
+
+
+def reduce_amaxes(module: nn.Module, group: "distributed.ProcessGroup | None" = None) -> None:
+    """Give the ranks of a group the same amax histories: of each entry the largest.
+
+    For the recipe "delayed", once a step, on all ranks of `group` (None: all there are), whether or
+    not a layer has run on them: one reduction for all layers of `module`. Entries belong together
+    by their age. A module without histories takes part in nothing, so it has to be the same module
+    on all ranks.
+
+    Example:
+        >>> fp8lt.reduce_amaxes(nn.Sequential(fp8lt.Linear(8, 8)))  # no history: no effect
+    """
+    states = [_state_of(layer) for layer in _with_state(module).values()]
+    if states:
+        reduce_over_ranks(states, group)
 
 
 def _with_state(module: nn.Module) -> dict[str, Linear]:

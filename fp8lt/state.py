@@ -26,8 +26,8 @@ Limits:
   `fullgraph=True`; unless `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint` is
   set, which this cannot be used with. What was compiled outside of a region and is then called
   inside of one, in eager mode, records once more in the recomputation.
-- Ranks of a distributed run have histories of their own, nothing is reduced; but DDP gives them
-  those of rank 0 at each forward, as all buffers, unless `broadcast_buffers=False`.
+- Ranks of a distributed run have histories of their own until `reduce_amaxes` is called; but DDP
+  gives them those of rank 0 at each forward, as all buffers, unless `broadcast_buffers=False`.
 - `torch.cuda.make_graphed_callables` warms up with gradients that nobody has set, and their amaxes
   enter: set `fp8_state` to zero after it.
 - What raises after its quantise has been recorded.
@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -274,3 +274,28 @@ def _refuse_a_second_recomputation(amaxes: Tensor) -> None:
             "times; the scales of their first passes are not known: pass use_reentrant=False"
         )
     _recorded_in[amaxes] = task
+
+
+@torch.no_grad()
+def reduce_over_ranks(states: list[Tensor], group: Any = None) -> None:
+    """Give each entry of the rings the largest value that it has on a rank: in one reduction.
+
+    Entries of different ranks belong together by their age. A rank without a history gets one.
+    """
+    lengths: dict[int, list[Tensor]] = {}
+    for state in states:
+        lengths.setdefault(state.shape[1], []).append(state)
+    aged = [_aged(torch.stack(some)) for some in lengths.values()]
+    flat = torch.cat([t.flatten() for t in aged])
+    distributed.all_reduce(flat, distributed.ReduceOp.MAX, group=group)
+    parts = flat.split([t.numel() for t in aged])
+    for some, old, part in zip(lengths.values(), aged, parts, strict=True):
+        torch._foreach_copy_(some, list(part.view_as(old).unbind()))
+
+
+def _aged(states: Tensor) -> Tensor:
+    """Return states [..., H + 2] with the oldest entry first, so that the next takes its place."""
+    rings, positions, recorded = states.split((states.shape[-1] - 2, 1, 1), -1)
+    length = rings.shape[-1]
+    order = (torch.arange(length, device=rings.device) + positions.long()) % length
+    return torch.cat([rings.gather(-1, order), torch.zeros_like(positions), recorded], -1)

@@ -182,6 +182,62 @@ def test_a_model_may_be_converted_inside_of_ddp(ranks: Ranks, name: str) -> None
     ranks.run(train_converted_in_ddp, name)
 
 
+def reduce_histories(rank: int) -> None:
+    torch.manual_seed(0)
+    lengths = 4, 2
+    layers = nn.Sequential(
+        *(fp8lt.Linear(8, 8, recipe=fp8lt.DelayedScaling(amax_history_len=n)) for n in lengths)
+    )
+    seen: dict[int, list[float]] = {}  # amaxes of x in the first layer, by rank
+    for step in range(6):
+        if (rank, step) != (1, 3):  # a rank that skips does not hang the others
+            x = randn(4, 8, on=CPU, dtype=torch.float32, seed=10 * step + rank)
+            layers(x * (1 + rank)).sum().backward()
+        fp8lt.reduce_amaxes(layers)
+        for state in states(layers):
+            everybodys = [torch.empty_like(state) for _ in range(WORLD)]
+            distributed.all_gather(everybodys, state)
+            assert all(torch.equal(state, other) for other in everybodys)
+        for r in range(WORLD):
+            if (r, step) != (1, 3):
+                x = randn(4, 8, on=CPU, dtype=torch.float32, seed=10 * step + r) * (1 + r)
+                seen.setdefault(r, []).append(x.abs().max().item())
+        # Of ranks that ran as often the entries of one age are of one step.
+        ages = [[amaxes[-1 - age] for amaxes in seen.values() if age < len(amaxes)]
+                for age in range(4)]  # fmt: skip
+        if step < 3:
+            ring = states(layers)[0][0, :4].flip(0).tolist()
+            assert ring == pytest.approx([max(some, default=0) for some in ages])
+    x = randn(4, 8, on=CPU, dtype=torch.float32) * 100 ** (rank == 2)
+    layers(x).sum().backward()
+    fp8lt.reduce_amaxes(layers)
+    first = states(layers)[0]
+    assert first[0, 3] > 50  # the newest entry is the last
+    with torch.no_grad():
+        y = [torch.empty(4, 8) for _ in range(WORLD)]
+        distributed.all_gather(y, layers(x.sign()))
+        ours = layers(x.sign())
+        assert torch.equal(y[rank], ours)
+
+
+def test_histories_may_be_reduced_over_ranks_in_one_collective(ranks: Ranks) -> None:
+    ranks.run(reduce_histories)
+    ranks.run(begin_a_history)
+
+
+def begin_a_history(rank: int) -> None:
+    layer = fp8lt.Linear(8, 8, recipe=fp8lt.DelayedScaling(amax_history_len=3))
+    if rank == 0:
+        layer(torch.full((2, 8), 5.0)).sum().backward()
+    fp8lt.reduce_amaxes(layer)
+    (state,) = states(layer)
+    assert state[0].tolist() == [0, 0, 5, 0, 1]
+    layer(torch.ones(2, 8)).sum().backward()
+    assert states(layer)[0][0].tolist() == [1, 0, 5, 1, 1]
+    fp8lt.reduce_amaxes(layer)
+    assert states(layer)[0][0].tolist() == [0, 5, 1, 0, 1]
+
+
 def run_in_all_but_one(rank: int, name: str) -> None:
     if rank == 1:
         return
