@@ -5,7 +5,9 @@ import copy
 import functools
 import io
 import itertools
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,14 +87,17 @@ class Gathers:
         return call(output, *args, **options)
 
 
-def count(rank: int) -> None:
+def count(rank: int, f32: int, bf16: int, fp8: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         layers, _ = layers_of(96, 96, 96, bias=False)
         plain = copy.deepcopy(layers)
         for layer in plain:
             layer.weight = nn.Parameter(layer.weight.shard)
+        cast = copy.deepcopy(plain)
+        size = sum(p.numel() for p in plain.parameters())
         shard(layers)
         shard(plain)
+        shard(cast, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         x = randn(5, 96, on=CPU, dtype=torch.float32)
         optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
         layers(x).sum().backward()  # FSDP makes its buffers
@@ -104,8 +109,10 @@ def count(rank: int) -> None:
             model(x).sum().backward()
             return gathers.bytes, gathers.reductions
 
-        assert counted(layers) == (4 * 96 * 96, 0)  # two weights, in forward and in backward
-        assert counted(plain) == (4 * 4 * 96 * 96, 0)  # f32
+        # What a rank has itself is counted, too: R / (R - 1) of what it receives.
+        assert counted(layers) == (fp8 * size, 0)
+        assert counted(plain) == (f32 * size, 0)
+        assert counted(cast) == (bf16 * size, 0)
         # A scale belongs to the elements that it was computed from.
         before = layers(x)
         optimizer.step()
@@ -128,7 +135,10 @@ def count(rank: int) -> None:
 
 def test_a_byte_per_element_is_sent_and_scales_belong_to_their_weights(ranks: Ranks) -> None:
     """BUG-50, for shards: a scale from before an optimizer's step is not used after it."""
-    ranks.run(count)
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    (cells,) = re.findall(r"^\| bytes received in the two gathers \|(.*)\|$", readme, re.MULTILINE)
+    told = [re.fullmatch(r"(\d) P \(R - 1\) / R", cell.strip()) for cell in cells.split("|")]
+    ranks.run(count, *(int(found[1]) for found in told if found))
 
 
 def hold_no_weight(rank: int) -> None:
