@@ -356,7 +356,9 @@ def _state_of(layer: Linear) -> Tensor:
     """Return the state: this rank's own, though `parallelize_module` makes DTensors of buffers."""
     state: Any = layer._buffers[_STATE]
     if type(state).__name__ == "DTensor":
-        layer._buffers[_STATE] = state = state.to_local()
+        state = state._local_tensor
+        if not torch.compiler.is_compiling():
+            layer._buffers[_STATE] = state
     return state
 
 

@@ -202,3 +202,30 @@ def history(rank: int) -> None:
 
 def test_histories_are_of_what_a_rank_has(ranks: Ranks) -> None:
     ranks.run(history)
+
+
+def compiled(rank: int, name: str, sequence: bool) -> None:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    torch.manual_seed(0)
+    model = fp8lt.convert_to_float8_training(MLP(48, 96, 48), config=name)
+    model = parallel(model, mesh, sequence)
+    twin = copy.deepcopy(model)
+    dy = randn(4 if sequence else 12, 48, on=CPU, dtype=torch.float32, seed=rank)
+    x = randn(*dy.shape, on=CPU, dtype=torch.float32, seed=rank if sequence else 0)
+    graph = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    results = []
+    for call, layers in ((model, model), (graph, twin)):
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        y.backward(dy if sequence else dy.sign())
+        local = [p.grad.to_local() for p in layers.parameters()]
+        results.append([y.detach(), leaf.grad, *local, *states(layers)])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
+def test_compiled_it_is_one_graph_with_the_bits_of_eager_mode(
+    ranks: Ranks, name: str, sequence: bool
+) -> None:
+    ranks.run(compiled, name, sequence)
