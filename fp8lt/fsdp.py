@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from . import device, emulate, ops
@@ -37,6 +38,16 @@ _STAYS = {
 }  # fmt: skip
 
 
+class Writes:
+    """How often the elements were written that some `ShardedWeight`s share.
+
+    Not a tensor's version, which an optimizer's fused operators leave as it is for a DTensor.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class ShardedWeight(Tensor):
     """A weight, or a rank's shard of one, in its own precision; it is gathered in FP8.
 
@@ -45,11 +56,12 @@ class ShardedWeight(Tensor):
 
     shard: Tensor
     recipe: Recipe
+    writes: Writes
 
     @staticmethod
-    def __new__(cls, shard: Tensor, recipe: Recipe) -> "ShardedWeight":
+    def __new__(cls, shard: Tensor, recipe: Recipe, writes: Writes | None = None) -> Any:
         self = _wrapper(cls, shard, shard.shape, shard.stride(), shard.dtype, shard.requires_grad)
-        self.shard, self.recipe = shard.detach(), recipe
+        self.shard, self.recipe, self.writes = shard.detach(), recipe, writes or Writes()
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -58,19 +70,50 @@ class ShardedWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        recipes: list[Recipe] = []
-
-        def unwrapped(t: ShardedWeight) -> Tensor:
-            recipes.append(t.recipe)
-            return t.shard
-
-        inner = pytree.tree_map_only(ShardedWeight, unwrapped, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        inference = torch.is_inference_mode_enabled()
+        if inference and func not in _STAYS:  # there even a narrow comes as it is
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        inner = pytree.tree_map_only(ShardedWeight, lambda t: t.shard, (args, kwargs))
         result = func(*inner[0], **inner[1])
+        first = args[0] if args else None
         if func._schema.is_mutable:
-            return args[0] if isinstance(args[0], ShardedWeight) else result
-        if func not in _STAYS:
+            _count_writes(func, args, kwargs)
+            return first if isinstance(first, ShardedWeight) else result
+        # One dimension: what `fully_shard` knows memory by, and never gathers.
+        flat = func is aten.view.default and result.dim() == 1
+        if func not in _STAYS or flat or not isinstance(first, ShardedWeight):
             return result
-        return pytree.tree_map_only(Tensor, lambda t: ShardedWeight(t, recipes[0]), result)
+        alias = func._schema.returns[0].alias_info is not None
+        # `fully_shard` pads a shard that it has already by a copy into new zeros.
+        writes = first.writes if alias or func is aten.new_zeros.default else None
+        # An alias of what is no inference tensor is none either.
+        with torch.inference_mode(inference and not (alias and not first.is_inference())):
+            return pytree.tree_map_only(
+                Tensor, lambda t: ShardedWeight(t, first.recipe, writes), result
+            )
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        if TracingContext.try_get() is not None:  # the compiler keeps its own books of wrappers
+            return super().untyped_storage()
+        return self.shard.untyped_storage()
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        shard = value.shard if isinstance(value, ShardedWeight) else value.detach()
+        if (shard.shape, shard.dtype) != (self.shape, self.dtype):
+            raise RuntimeError(
+                f"fp8lt: want data {list(self.shape)} {self.dtype} for a weight that is gathered "
+                f"in FP8, got {list(shard.shape)} {shard.dtype}"
+            )
+        self.shard = shard
+        self.writes.count += 1
 
     def __tensor_flatten__(self) -> tuple[list[str], Recipe]:
         return ["shard"], self.recipe
@@ -84,13 +127,6 @@ class ShardedWeight(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.shard!r})"
 
-    def quantized(self) -> ops.Quantized:
-        """Return all of it in FP8, where nothing shards it."""
-        return ops.quantize_tensorwise(
-            self.shard, self.recipe.forward_dtype(device.formats(self.device)),
-            power_of_two=self.recipe.power_of_two_scales, emulated=self._emulated(),
-        )  # fmt: skip
-
     def fsdp_pre_all_gather(
         self,
         mesh: "DeviceMesh",
@@ -98,30 +134,41 @@ class ShardedWeight(Tensor):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: Any,
-    ) -> tuple[tuple[Tensor], tuple[Tensor]]:
+    ) -> tuple[tuple[Tensor], tuple[Tensor, int]]:
+        weight: Any = module.weight
+        if sum(placement.is_shard() for placement in weight.placements) > 1:
+            raise NotImplementedError(
+                "fp8lt: weights of tensor-parallel layers are not gathered in FP8: leave them out "
+                "of enable_fsdp_float8_all_gather"
+            )
         amax, scale_inv = _precomputed(module) or self._common_scale(mesh)
         q = ops.quantize_delayed(
             self.shard, self.recipe.forward_dtype(device.formats(self.device)),
             torch.cat([amax, amax.new_tensor([0, 1])]), record=False, transposed=False,
-            power_of_two=self.recipe.power_of_two_scales, emulated=self._emulated(),
+            power_of_two=self.recipe.power_of_two_scales, emulated=_emulated(self, self.recipe),
         )  # fmt: skip
-        rows = math.ceil(outer_size[0] / mesh.size())  # of the largest shard
+        (n, k), (rows, columns) = outer_size, self.shape
+        if columns == k:  # sharded by rows: as many as the largest shard has
+            rows = max(rows, math.ceil(n / mesh.size()))
         # As bytes: not every backend sends FP8, nor pads it.
-        shard = q.data[: min(rows, len(q.data))].view(torch.uint8)
+        shard = q.data[: min(rows, len(q.data)), :columns].contiguous().view(torch.uint8)
         if len(shard) < rows:
             shard = nn.functional.pad(shard, (0, 0, 0, rows - len(shard)))
-        longest = max(*map(padded, outer_size), PAD)
-        return (shard,), (scale_inv.expand(longest).contiguous(),)
+        longest = max(padded(n), padded(k), PAD)
+        return (shard,), (scale_inv.expand(longest).contiguous(), k)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor],
-        metadata: tuple[Tensor],
+        metadata: tuple[Tensor, int],
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[()]] | None:
-        (data,), (scale_inv,) = all_gather_outputs, metadata
+        (data,), (scale_inv, k) = all_gather_outputs, metadata
+        if scale_inv.is_cuda:  # made on the stream of copies, used on this one
+            scale_inv.record_stream(torch.cuda.current_stream(scale_inv.device))
+        data = data.view(-1, k)
         if out is not None:  # its rows are in the memory of `data`
             assert isinstance(out, GatheredWeight)
             out.scale_inv = scale_inv
@@ -130,12 +177,9 @@ class ShardedWeight(Tensor):
         return GatheredWeight(rows, scale_inv, rows.shape, param_dtype), ()
 
     def _common_scale(self, mesh: "DeviceMesh") -> tuple[Tensor, Tensor]:
-        amax = _amaxes([self.shard])
+        amax = _amaxes([self.shard], mesh)
         distributed.all_reduce(amax, distributed.ReduceOp.MAX, group=mesh.get_group())
-        return amax, _scales_inv(amax, self.recipe, self.device)
-
-    def _emulated(self) -> bool:
-        return ops.backend(self.device, self.recipe.emulate, self.recipe.name).emulated
+        return amax, _scales_inv(amax, self.recipe)
 
 
 class GatheredWeight(Tensor):
@@ -160,11 +204,16 @@ class GatheredWeight(Tensor):
     ) -> Any:
         if func in (aten.detach.default, aten.alias.default):
             return args[0]._of(args[0].shape)
-        if func is aten.as_strided.default:
+        if func is aten.as_strided.default and not any(args[3:]) and not kwargs:
             weight, size, stride, *_ = args
             assert isinstance(weight, GatheredWeight)
             if size[1:] == [weight.shape[1]] and list(stride) == [size[1], 1]:
                 return weight._of(torch.Size(size))  # `fully_shard` cuts off the padding
+        if func._schema.is_mutable:
+            raise RuntimeError(
+                f"fp8lt: {func} would be lost on a weight that was gathered in FP8: change the "
+                "sharded one"
+            )
         args, kwargs = pytree.tree_map_only(
             GatheredWeight, GatheredWeight.dequantized, (args, kwargs or {})
         )
@@ -183,15 +232,8 @@ class GatheredWeight(Tensor):
         return f"GatheredWeight({list(self.shape)}, {self.rows.dtype}, {self.dtype})"
 
     def _of(self, size: torch.Size) -> "GatheredWeight":
-        return GatheredWeight(self.rows, self.scale_inv, size, self.dtype)
-
-    def quantized(self) -> ops.Quantized:
-        """Return it as a layer takes it; backward makes the transposed copy."""
-        nothing, tensorwise = self.rows.new_empty(0, 0), Scaling.TENSORWISE
-        return ops.Quantized(
-            self.rows[: len(self)], nothing, self.scale_inv, self.scale_inv, self.scale_inv[:0],
-            tensorwise, tensorwise,
-        )  # fmt: skip
+        with torch.inference_mode(torch.is_inference_mode_enabled() and self.is_inference()):
+            return GatheredWeight(self.rows, self.scale_inv, size, self.dtype)
 
     def dequantized(self) -> Tensor:
         return (self.rows[: len(self)].float() * self.scale_inv[0]).to(self.dtype)
@@ -202,7 +244,8 @@ class _Precomputed(NamedTuple):
     that, `fully_shard` makes another, on some ranks.
     """
 
-    version: int
+    writes: Writes
+    number: int  # of them, then
     amax: Tensor  # f32 [1]
     scale_inv: Tensor
 
@@ -211,7 +254,8 @@ def _precomputed(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
     known = vars(layer).get(PRECOMPUTED)
     if known is None:
         return None
-    if known.version != layer.weight._version:
+    shard = sharded(layer.weight)
+    if shard is None or shard.writes is not known.writes or shard.writes.count != known.number:
         # Not a reduction here: ranks that see this differently would wait for each other for ever.
         raise RuntimeError(
             "fp8lt: a weight that is gathered in FP8 was changed after its scale was computed: "
@@ -233,17 +277,55 @@ def _wrapper(
     )
 
 
-def _amaxes(shards: Iterable[Tensor]) -> Tensor:
-    """Return the amax of each shard, f32; a NaN, which a reduction may lose, as Inf."""
+def quantized(weight: ShardedWeight | GatheredWeight) -> ops.Quantized:
+    """Return a weight as a layer takes it. Of a gathered one backward makes the columns.
+
+    A function, since Dynamo takes the call of a method for an operation of the graph.
+    """
+    if isinstance(weight, ShardedWeight):  # that nothing shards
+        shard, recipe = weight.shard, weight.recipe
+        return ops.quantize_tensorwise(
+            shard, recipe.forward_dtype(device.formats(shard.device)),
+            power_of_two=recipe.power_of_two_scales, emulated=_emulated(shard, recipe),
+        )  # fmt: skip
+    rows, scale_inv, tensorwise = weight.rows, weight.scale_inv, Scaling.TENSORWISE
+    return ops.Quantized(
+        rows[: weight.shape[0]], rows.new_empty(0, 0), scale_inv, scale_inv, scale_inv[:0],
+        tensorwise, tensorwise,
+    )  # fmt: skip
+
+
+def _emulated(t: Tensor, recipe: Recipe) -> bool:
+    return ops.backend(t.device, recipe.emulate, recipe.name).emulated
+
+
+def _count_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    source = given.get("src")  # of a copy: of a shard into its own padding it changes nothing
+    for argument in func._schema.arguments:
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        for t in pytree.tree_leaves(given.get(argument.name)):
+            if isinstance(t, ShardedWeight):
+                same = isinstance(source, ShardedWeight) and source.writes is t.writes
+                t.writes.count += not same
+
+
+def _amaxes(shards: Iterable[Tensor], mesh: "DeviceMesh") -> Tensor:
+    """Return the amax of each shard, f32; a NaN, which a reduction may lose, as Inf.
+
+    Where the mesh is: a shard may be offloaded.
+    """
     amaxes = [
         t.abs().amax().float() if t.numel() else t.new_zeros((), dtype=torch.float32)
         for t in shards
     ]
-    return torch.stack(amaxes).nan_to_num(nan=math.inf, posinf=math.inf)
+    found = torch.stack(amaxes).nan_to_num(nan=math.inf, posinf=math.inf)
+    return found if found.device.type == mesh.device_type else found.to(mesh.device_type)
 
 
-def _scales_inv(amaxes: Tensor, recipe: Recipe, where: torch.device) -> Tensor:
-    dtype = recipe.forward_dtype(device.formats(where))
+def _scales_inv(amaxes: Tensor, recipe: Recipe) -> Tensor:
+    dtype = recipe.forward_dtype(device.formats(amaxes.device))
     return emulate.scale_from_amax(amaxes, dtype, recipe.power_of_two_scales).reciprocal()
 
 
@@ -256,17 +338,24 @@ def sharded(weight: object) -> ShardedWeight | None:
 def plain(weight: Tensor) -> Tensor:
     """Return a weight as a checkpoint has it, in the same memory."""
     shard = sharded(weight)
-    if shard is None:
-        return weight
-    if shard is weight:
-        return shard.shard
+    return weight if shard is None else _with_local(weight, shard.shard)
+
+
+def gathered_in_fp8(weight: Tensor, recipe: Recipe) -> Tensor:
+    """Return a weight, or a DTensor of shards, that is gathered in FP8, in the same memory."""
+    return _with_local(weight, ShardedWeight(getattr(weight, "_local_tensor", weight), recipe))
+
+
+def _with_local(weight: Any, local: Tensor) -> Tensor:
+    if not hasattr(weight, "_local_tensor"):
+        return local
     from torch.distributed.tensor import DTensor
 
-    assert isinstance(weight, DTensor)
-    return DTensor.from_local(
-        shard.shard, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape,
+    result: Tensor = DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape,
         stride=weight.stride(),
     )  # fmt: skip
+    return result
 
 
 def why_not_in_fp8(weight: Tensor, recipe: Recipe) -> str | None:
@@ -284,7 +373,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 
     To be called after each `optimizer.step()`, and whatever else changes weights, on all ranks: a
     gather of a weight that has changed since is an error. Without any call every gather reduces an
-    amax of its own. Nobody sees a change through `weight.data`.
+    amax of its own. Nobody sees what is written into the tensors of a state dict.
 
     Raises RuntimeError where a weight is not sharded just now: between forward and backward.
 
@@ -302,12 +391,17 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
             )
         shard = sharded(weight)
         if shard is not None and shard is not weight:
-            groups.setdefault((weight.device_mesh, shard.recipe), []).append(layer)
-    for (mesh, recipe), layers in groups.items():
+            key = weight.device_mesh, weight.placements, shard.recipe
+            groups.setdefault(key, []).append(layer)
+    for (mesh, _, recipe), layers in groups.items():
         weights: list[Any] = [layer.weight for layer in layers]
-        amaxes = _amaxes(weight._local_tensor.shard for weight in weights)
-        distributed.all_reduce(amaxes, distributed.ReduceOp.MAX, group=mesh.get_group())
-        scales_inv = _scales_inv(amaxes, recipe, amaxes.device)
-        scales = zip(amaxes.split(1), scales_inv.split(1), strict=True)
-        for layer, weight, scale in zip(layers, weights, scales, strict=True):
-            setattr(layer, PRECOMPUTED, _Precomputed(weight._version, *scale))
+        shards = [weight._local_tensor for weight in weights]
+        amaxes = _amaxes((shard.shard for shard in shards), mesh)
+        for dim, placement in enumerate(weights[0].placements):
+            if placement.is_shard():  # the others have the same
+                group = mesh.get_group(dim)
+                distributed.all_reduce(amaxes, distributed.ReduceOp.MAX, group=group)
+        scales = zip(amaxes.split(1), _scales_inv(amaxes, recipe).split(1), strict=True)
+        for layer, shard, scale in zip(layers, shards, scales, strict=True):
+            known = _Precomputed(shard.writes, shard.writes.count, *scale)
+            setattr(layer, PRECOMPUTED, known)

@@ -400,7 +400,8 @@ def _check_quantized(w_quantized: ops.Quantized, x: Tensor, w: Tensor, recipe: R
     n, k = map(padded, w.shape)
     data, data_t = w_quantized.data, w_quantized.data_t
     needs_t = torch.is_grad_enabled() and x.requires_grad
-    rows_do = not data_t.numel() and w_quantized.scaling_t == Scaling.TENSORWISE
+    scalings = w_quantized.scaling, w_quantized.scaling_t
+    rows_do = not data_t.numel() and scalings == (Scaling.TENSORWISE, Scaling.TENSORWISE)
     fits = data.shape == (n, k) and (not needs_t or rows_do or data_t.shape == (k, n))
     e4m3 = device.formats(w.device).e4m3
     if not fits or data.device != w.device or data.dtype != e4m3:

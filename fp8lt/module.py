@@ -23,7 +23,16 @@ from torch import Tensor, distributed, nn
 from . import tensor_parallel
 from .autocast import in_high_precision
 from .config import Float8LinearConfig
-from .fsdp import PRECOMPUTED, GatheredWeight, ShardedWeight, plain, sharded, why_not_in_fp8
+from .fsdp import (
+    PRECOMPUTED,
+    GatheredWeight,
+    ShardedWeight,
+    gathered_in_fp8,
+    plain,
+    quantized,
+    sharded,
+    why_not_in_fp8,
+)
 from .linear import check, quantize_weight, run
 from .ops import Quantized
 from .recipe import DelayedScaling, Recipe, resolve
@@ -78,7 +87,10 @@ class Linear(nn.Linear):
     @recipe.setter
     def recipe(self, recipe: str | Recipe) -> None:
         recipe = resolve(recipe)
-        shard = sharded(self._parameters.get("weight"))
+        weight = self._parameters.get("weight")
+        if isinstance(weight, GatheredWeight):
+            raise RuntimeError("recipe: the weight is gathered in FP8 just now; reshard() first")
+        shard = sharded(weight)
         if shard is not None:
             reason = why_not_in_fp8(shard, recipe)
             if reason is not None:
@@ -98,17 +110,24 @@ class Linear(nn.Linear):
         weight, bias = self.weight, self.bias
         check(input, weight, bias)
         if isinstance(weight, (GatheredWeight, ShardedWeight)):
-            return run(input, weight, bias, weight.quantized(), self._recipe)
+            return self._run(input, weight, bias, quantized(weight))
         if type(weight).__name__ == "DTensor":  # whose import would take half a second
             return tensor_parallel.linear(input, weight, bias, self._run)
         return self._run(input, weight, bias)
 
-    def _run(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        recipe, w_quantized = self._recipe, None
+    def _run(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        w_quantized: Quantized | None = None,
+    ) -> Tensor:
+        recipe = self._recipe
         state = DelayedState.of(_state_of(self)) if isinstance(recipe, DelayedScaling) else None
-        if self._weight_cache is not None and not torch.compiler.is_compiling():
+        cache = None if torch.compiler.is_compiling() else self._weight_cache
+        if w_quantized is None and cache is not None:
             transposed = torch.is_grad_enabled() and input.requires_grad
-            w_quantized = self._weight_cache.get(weight, recipe, transposed, state)
+            w_quantized = cache.get(weight, recipe, transposed, state)
         main_grad = _main_grad(weight) if self.fuse_wgrad_accumulation else None
         return run(input, weight, bias, w_quantized, recipe, None, state, main_grad)
 
@@ -150,7 +169,11 @@ class Linear(nn.Linear):
         local_metadata: dict[str, Any],
         *others: Any,
     ) -> None:
+        before = sharded(self._parameters.get("weight"))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        if before is not None and sharded(self.weight) is None:  # assigned, not copied
+            again = gathered_in_fp8(self.weight.detach(), before.recipe)
+            self.weight = nn.Parameter(again, self.weight.requires_grad)
         if _STATE in self._buffers:
             # With assign=True the weight may have come to another device, from meta for example.
             self._buffers[_STATE] = _to(_state_of(self), self.weight.device)
@@ -243,6 +266,9 @@ def enable_fsdp_float8_all_gather(module: nn.Module) -> nn.Module:
     layers = {name: m for name, m in module.named_modules() if isinstance(m, Linear)}
     left: dict[str, str] = {}
     for name, layer in layers.items():
+        if "weight" not in layer._parameters:
+            left[name] = "it is computed (a parametrization)"
+            continue
         weight = layer.weight
         if sharded(weight) is not None:
             continue
@@ -257,8 +283,8 @@ def enable_fsdp_float8_all_gather(module: nn.Module) -> nn.Module:
         if reason:
             left[name] = reason
             continue
-        gathered = ShardedWeight(weight.detach(), layer.recipe)
-        layer.weight = nn.Parameter(gathered, weight.requires_grad)
+        again = gathered_in_fp8(weight.detach(), layer.recipe)
+        layer.weight = nn.Parameter(again, weight.requires_grad)
     if left or not layers:
         told = "; ".join(f"{name!r}: {reason}" for name, reason in left.items())
         warnings.warn(
@@ -285,12 +311,22 @@ def revert(module: nn.Module) -> nn.Module:
                 f"revert: layer {name!r} is a {type(layer).__name__}, derived from fp8lt.Linear; "
                 "undo what wraps it first, or use fp8lt.disable_fp8"
             )
+        weight = layer._parameters.get("weight")
+        shard = sharded(weight)
+        if isinstance(weight, GatheredWeight) or (shard is not None and shard is not weight):
+            raise RuntimeError(
+                f"revert: the weight of layer {name!r} is sharded, and gathered in FP8; use "
+                "fp8lt.disable_fp8"
+            )
     for layer in layers.values():
-        plain = layer._plain_class
+        if sharded(layer._parameters.get("weight")) is not None:
+            of_plain = plain(layer.weight)
+            layer.weight = nn.Parameter(of_plain, layer.weight.requires_grad)
+        plain_class = layer._plain_class
         _drop_state(layer)
         for attribute in ("_recipe", "_plain_class", *_CONTEXT_STATE):
             vars(layer).pop(attribute, None)
-        layer.__class__ = plain  # type: ignore[assignment] # that is how it is undone
+        layer.__class__ = plain_class  # type: ignore[assignment] # that is how it is undone
     return module
 
 

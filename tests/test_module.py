@@ -295,9 +295,10 @@ def test_a_quantised_weight_that_does_not_fit_is_refused() -> None:
     assert torch.equal(fp8lt.linear(x, w, w_quantized=wq), fp8lt.linear(x, w))
     with pytest.raises(RuntimeError, match=r"want w_quantized of w \[8, 40\]"):
         fp8lt.linear(x, w[:8], w_quantized=wq)
-    rows = fp8lt.quantize_weight(w, recipe="blockwise", transposed=False)
-    with pytest.raises(RuntimeError, match="with its transposed copy"):
-        fp8lt.linear(x, w, w_quantized=rows, recipe="blockwise")
+    for name in ("rowwise", "rowwise_with_gw_hp", "rowwise_folded", "blockwise"):
+        rows = fp8lt.quantize_weight(w, recipe=name, transposed=False)
+        with pytest.raises(RuntimeError, match="with its transposed copy"):
+            fp8lt.linear(x, w, w_quantized=rows, recipe=name)
     with pytest.raises(RuntimeError, match=r"in torch\.float8_e4m3fn on cpu.*float8_e5m2"):
         fp8lt.linear(x, w, w_quantized=fp8lt.ops.quantize_tensorwise(w, torch.float8_e5m2))
     with pytest.raises(TypeError, match=r"from fp8lt\.quantize_weight, got Tensor"):
