@@ -25,20 +25,17 @@ from .config import (
     ScalingGranularity,
     ScalingType,
 )
-from .convert_formats import convert_quantized
-from .fsdp import precompute_float8_dynamic_scale_for_fsdp
-from .linear import linear, quantize_weight
-from .module import (
-    Linear,
+from .convert import (
     convert_to_float8_training,
-    delayed_state_dict,
     disable_fp8,
     enable_fsdp_float8_all_gather,
-    load_delayed_state_dict,
-    reduce_amaxes,
     reuse_weights,
     revert,
 )
+from .convert_formats import convert_quantized
+from .fsdp import precompute_float8_dynamic_scale_for_fsdp
+from .linear import linear, quantize_weight
+from .module import Linear, delayed_state_dict, load_delayed_state_dict, reduce_amaxes
 from .ops import is_available
 from .recipe import BlockScaling, DelayedScaling, DynamicScaling, RowwiseScaling
 from .state import DelayedState

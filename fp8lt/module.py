@@ -1,8 +1,4 @@
-"""Modules: convert a model's `nn.Linear` layers to FP8, and back.
-
-Conversion changes a module's class and gives it a recipe, nothing else. So parameters, buffers,
-hooks, names, flags, ties and optimizers made before are the same objects as before, no memory is
-allocated, and checkpoints are those of the plain model.
+"""The module: `nn.Linear` in FP8, its state, and what a checkpoint has of it.
 
 The recipe "delayed" adds a state (`state.py`), the buffer `fp8_state`. It is no key of a state
 dict, so that plain layers and converted ones load each other's; it rides in the dict's `_metadata`,
@@ -10,11 +6,7 @@ which `torch.save` and `load_state_dict` know. For what keeps keys alone (a dict
 hand, DCP, safetensors) there is `delayed_state_dict`.
 """
 
-import contextlib
-import threading
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +14,6 @@ from torch import Tensor, distributed, nn
 
 from . import tensor_parallel
 from .autocast import in_high_precision
-from .config import Float8LinearConfig
 from .fsdp import (
     PRECOMPUTED,
     GatheredWeight,
@@ -33,13 +24,14 @@ from .fsdp import (
     sharded,
     why_not_in_fp8,
 )
-from .linear import check, quantize_weight, run
+from .linear import check, run
 from .ops import Quantized
 from .recipe import DelayedScaling, Recipe, resolve
 from .state import DelayedState, reduce_over_ranks, resized, zeros
+from .weight_cache import WeightCache
 
 _STATE = "fp8_state"  # the buffer of delayed scaling, and its name in metadata
-_CONTEXT_STATE = ("_fp8_disabled", "_weight_cache", PRECOMPUTED)
+CONTEXT_STATE = ("_fp8_disabled", "_weight_cache", PRECOMPUTED)
 
 
 class Linear(nn.Linear):
@@ -65,7 +57,7 @@ class Linear(nn.Linear):
     _recipe: Recipe
     _plain_class: type[nn.Linear] = nn.Linear  # what `revert` turns this module into
     _fp8_disabled = 0  # counted on the instance, by `disable_fp8` alone
-    _weight_cache: "_WeightCache | None" = None  # likewise by `reuse_weights`
+    _weight_cache: "WeightCache | None" = None  # likewise by `reuse_weights`
 
     def __init__(
         self,
@@ -98,7 +90,7 @@ class Linear(nn.Linear):
             shard.recipe = recipe
             vars(self).pop(PRECOMPUTED, None)
         self._recipe = recipe
-        _drop_state(self)
+        drop_state(self)
         if isinstance(self._recipe, DelayedScaling):
             amaxes = zeros(self._recipe, self.weight.device)
             self.register_buffer(_STATE, amaxes, persistent=False)
@@ -184,150 +176,10 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy outlives the contexts that it was made in: nothing would ever end them for it.
-        return {name: value for name, value in vars(self).items() if name not in _CONTEXT_STATE}
+        return {name: value for name, value in vars(self).items() if name not in CONTEXT_STATE}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
-
-
-def convert_to_float8_training(
-    module: nn.Module,
-    *,
-    config: Float8LinearConfig | Recipe | str | None = None,
-    module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    convert_subclasses: bool = False,
-) -> nn.Module:
-    """Turn the `nn.Linear` layers of `module` into `fp8lt.Linear`, in place; return `module`.
-
-    torchao's signature and meaning, with these differences: it is the same module object also when
-    the root itself is a linear layer; layers already converted are left alone; a subclass of
-    `nn.Linear` is left alone unless asked for, since its own forward would be lost. Code that reads
-    a layer's weight instead of calling it stays in high precision: `nn.MultiheadAttention`, and
-    `nn.TransformerEncoderLayer` in evaluation without gradients.
-
-    Args:
-        module: any module, on any device, `meta` too.
-        config: a `Float8LinearConfig`, a recipe object, or a name: "tensorwise" (default),
-            "delayed", "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "blockwise".
-        module_filter_fn: called with (layer, its qualified name, "" for the root) for every layer
-            that could be converted; those for which it returns False stay as they are.
-        convert_subclasses: also convert subclasses of `nn.Linear`; `forward` becomes
-            `fp8lt.Linear`'s until `revert`.
-    """
-    recipe, converted = _recipe(config), 0
-    left: set[str] = set()  # names of subclasses
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: want an nn.Module, got {type(module).__name__}")
-    for name, layer in module.named_modules():
-        plain: type[nn.Module] = type(layer)
-        if not issubclass(plain, nn.Linear):
-            continue
-        if issubclass(plain, Linear):
-            converted += 1
-            continue
-        if plain is not nn.Linear and not convert_subclasses:
-            left.add(plain.__name__)
-            continue
-        if module_filter_fn is not None and not module_filter_fn(layer, name):
-            continue
-        layer.__class__ = Linear
-        layer.recipe = recipe
-        converted += 1
-        if plain is not nn.Linear:
-            layer._plain_class = plain
-    if isinstance(config, Float8LinearConfig) and config.enable_fsdp_float8_all_gather:
-        enable_fsdp_float8_all_gather(module)
-    if not converted:
-        reason = "no nn.Linear passed the filter"
-        if left:
-            reason += (
-                f", and subclasses are left alone ({', '.join(sorted(left))}): convert before "
-                "`fully_shard` and the like make them, or with convert_subclasses=True"
-            )
-        warnings.warn(f"fp8lt: no layer was converted: {reason}", stacklevel=2)
-    return module
-
-
-def enable_fsdp_float8_all_gather(module: nn.Module) -> nn.Module:
-    """Let FSDP2 gather the weights of converted layers in FP8; return `module`.
-
-    To be called before `fully_shard`, and before an optimizer is made: the weights become
-    parameters of a class of their own. State dicts have plain tensors as before. Layers stay as
-    they are, and a warning names them, where a weight has other users, the recipe is not
-    "tensorwise", or sizes are no multiples of 16.
-
-    Raises RuntimeError where a weight is sharded already.
-
-    Example:
-        >>> model = fp8lt.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)))
-        >>> model = fp8lt.enable_fsdp_float8_all_gather(model)  # now fully_shard(model)
-    """
-    users = Counter(id(p) for m in module.modules() for p in m._parameters.values())
-    layers = {name: m for name, m in module.named_modules() if isinstance(m, Linear)}
-    left: dict[str, str] = {}
-    for name, layer in layers.items():
-        if "weight" not in layer._parameters:
-            left[name] = "it is computed (a parametrization)"
-            continue
-        weight = layer.weight
-        if sharded(weight) is not None:
-            continue
-        if type(weight) is not nn.Parameter:
-            raise RuntimeError(
-                f"enable_fsdp_float8_all_gather: want plain weights, got one of {name!r} that is a "
-                f"{type(weight).__name__}: call it before fully_shard"
-            )
-        reason = why_not_in_fp8(weight, layer.recipe)
-        if users[id(weight)] > 1:
-            reason = "it has other users"
-        if reason:
-            left[name] = reason
-            continue
-        again = gathered_in_fp8(weight.detach(), layer.recipe)
-        layer.weight = nn.Parameter(again, weight.requires_grad)
-    if left or not layers:
-        told = "; ".join(f"{name!r}: {reason}" for name, reason in left.items())
-        warnings.warn(
-            "fp8lt: these weights are gathered in their own precision: "
-            f"{told or 'all, no layer is converted'}",
-            stacklevel=2,
-        )
-    return module
-
-
-def revert(module: nn.Module) -> nn.Module:
-    """Undo `convert_to_float8_training` in place; return `module`.
-
-    `fp8lt.Linear` layers that were built as such become `nn.Linear`.
-
-    Raises:
-        RuntimeError: a layer's class derives from `fp8lt.Linear` (a subclass, a parametrization, a
-            wrapper such as FSDP2's), so its plain class is unknown. Nothing is changed then.
-    """
-    layers = {name: m for name, m in module.named_modules() if isinstance(m, Linear)}
-    for name, layer in layers.items():
-        if type(layer) is not Linear:
-            raise RuntimeError(
-                f"revert: layer {name!r} is a {type(layer).__name__}, derived from fp8lt.Linear; "
-                "undo what wraps it first, or use fp8lt.disable_fp8"
-            )
-        weight = layer._parameters.get("weight")
-        shard = sharded(weight)
-        if isinstance(weight, GatheredWeight) or (shard is not None and shard is not weight):
-            raise RuntimeError(
-                f"revert: the weight of layer {name!r} is sharded, and gathered in FP8; use "
-                "fp8lt.disable_fp8"
-            )
-    for layer in layers.values():
-        if sharded(layer._parameters.get("weight")) is not None:
-            of_plain = plain(layer.weight)
-            layer.weight = nn.Parameter(of_plain, layer.weight.requires_grad)
-        plain_class = layer._plain_class
-        _drop_state(layer)
-        for attribute in ("_recipe", "_plain_class", *_CONTEXT_STATE):
-            vars(layer).pop(attribute, None)
-        layer.__class__ = plain_class  # type: ignore[assignment] # that is how it is undone
-    return module
 
 
 def delayed_state_dict(module: nn.Module) -> dict[str, Tensor]:
@@ -398,7 +250,7 @@ def _state_of(layer: Linear) -> Tensor:
     return state
 
 
-def _drop_state(layer: Linear) -> None:
+def drop_state(layer: Linear) -> None:
     layer._buffers.pop(_STATE, None)
     layer._non_persistent_buffers_set.discard(_STATE)
 
@@ -426,113 +278,3 @@ def _to(amaxes: Tensor, where: torch.device) -> Tensor:
     """Move a state; one that was on meta holds nothing yet."""
     moves_in = amaxes.is_meta and where.type != "meta"
     return torch.zeros_like(amaxes, device=where) if moves_in else amaxes.to(where)
-
-
-@contextlib.contextmanager
-def disable_fp8(module: nn.Module) -> Iterator[nn.Module]:
-    """Run `module` in high precision inside the `with`, for evaluation; for all threads.
-
-    Every `fp8lt.Linear` in it computes as the plain layer meanwhile. Contexts may nest, and FP8
-    comes back when one is left by an exception.
-
-    Example:
-        >>> model = fp8lt.convert_to_float8_training(nn.Sequential(nn.Linear(8, 8)))
-        >>> x = torch.randn(3, 8)
-        >>> with fp8lt.disable_fp8(model):
-        ...     torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
-        True
-    """
-    layers = [m for m in module.modules() if isinstance(m, Linear)]
-    _count_disabled(layers, +1)
-    try:
-        yield module
-    finally:
-        _count_disabled(layers, -1)
-
-
-_disabling = threading.Lock()
-
-
-def _count_disabled(layers: list[Linear], change: int) -> None:
-    # Counted: contexts of two threads need not end in the order in which they began.
-    with _disabling:
-        for layer in layers:
-            count = vars(layer).get("_fp8_disabled", 0) + change
-            if count > 0:
-                layer._fp8_disabled = count
-            else:  # also where `revert` took the count away meanwhile
-                vars(layer).pop("_fp8_disabled", None)
-
-
-@contextlib.contextmanager
-def reuse_weights(module: nn.Module) -> Iterator[nn.Module]:
-    """Quantise every weight of `module` once inside the `with`, instead of at every call.
-
-    For the micro-batches of one optimizer step, and for inference. It keeps one or two bytes per
-    weight until the `with` is left. A weight that is replaced, or changed in place so that autograd
-    counts it (an optimizer step, `load_state_dict`, `copy_` under `no_grad`), is quantised anew.
-    Not seen is a change in place through `weight.data`, or of memory that is reused behind a
-    parameter (FSDP): leave the `with` for that. Under `torch.compile` nothing is reused.
-
-    Example:
-        >>> model = fp8lt.convert_to_float8_training(nn.Sequential(nn.Linear(8, 8)))
-        >>> with fp8lt.reuse_weights(model):
-        ...     for _ in range(4):
-        ...         model(torch.randn(3, 8)).sum().backward()
-    """
-    layers = [m for m in module.modules() if isinstance(m, Linear) and m._weight_cache is None]
-    for layer in layers:
-        layer._weight_cache = _WeightCache()
-    try:
-        yield module
-    finally:
-        for layer in layers:
-            vars(layer).pop("_weight_cache", None)
-
-
-class _WeightCache:
-    """A weight in FP8, as long as it is the same weight."""
-
-    # One attribute, so that threads see all of it or none. It holds the weight itself: the address
-    # of one that is computed for each call (a parametrization) would soon be another's.
-    _held: tuple[Tensor, tuple[object, ...], Quantized] | None = None
-
-    def get(
-        self, weight: Tensor, recipe: Recipe, transposed: bool, state: DelayedState | None
-    ) -> Quantized | None:
-        """Return `weight` quantised, or None where that must not be kept.
-
-        Not where a change of it could not be seen, nor while a CUDA graph is captured: its memory
-        is the graph's. What another stream quantised may not be ready on this one.
-        """
-        if weight.is_inference() or weight.is_meta:
-            return None
-        stream = 0
-        if weight.is_cuda:
-            if torch.cuda.is_current_stream_capturing():
-                return None
-            # torch.cuda.current_stream makes an object, which takes as long as a kernel launch.
-            stream = torch._C._cuda_getCurrentRawStream(weight.get_device())
-        key = (weight.data_ptr(), weight._version, weight.dtype, weight.shape, stream, recipe)
-        if self._held is not None:
-            of_weight, of_key, held = self._held
-            complete = not transposed or bool(held.data_t.numel())
-            if of_weight is weight and of_key == key and complete:
-                return held
-        quantized = quantize_weight(weight, recipe=recipe, transposed=transposed, state=state)
-        self._held = (weight, key, quantized)
-        return quantized
-
-
-def _recipe(config: Float8LinearConfig | Recipe | str | None) -> Recipe:
-    if config is None:
-        return resolve("tensorwise")
-    if isinstance(config, Float8LinearConfig):
-        return config.recipe()
-    try:
-        return resolve(config)
-    except TypeError:
-        raise TypeError(
-            "config: want a fp8lt.Float8LinearConfig, a recipe or its name, got "
-            f"{type(config).__module__}.{type(config).__qualname__}"
-        ) from None
