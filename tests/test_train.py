@@ -16,6 +16,7 @@ from fp8lt.recipe import NAMES
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import gpt
 import train
+import train_config
 import train_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -237,7 +238,7 @@ def test_sequences_reach_both_ends_of_the_text() -> None:
 
 
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
-    config = train.PRESETS["cpu"]
+    config = train_config.PRESETS["cpu"]
     rates = [train.learning_rate(step, config) for step in range(config.steps)]
     assert rates[config.warmup - 1] == max(rates) == config.lr
     assert rates[: config.warmup] == sorted(rates[: config.warmup])
