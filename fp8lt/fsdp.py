@@ -141,11 +141,11 @@ class ShardedWeight(Tensor):
                 "fp8lt: weights of tensor-parallel layers are not gathered in FP8: leave them out "
                 "of enable_fsdp_float8_all_gather"
             )
-        amax, scale_inv = _precomputed(module) or self._common_scale(mesh)
+        history, scale_inv = _precomputed(module) or self._common_scale(mesh)
         q = ops.quantize_delayed(
-            self.shard, self.recipe.forward_dtype(device.formats(self.device)),
-            torch.cat([amax, amax.new_tensor([0, 1])]), record=False, transposed=False,
-            power_of_two=self.recipe.power_of_two_scales, emulated=_emulated(self, self.recipe),
+            self.shard, self.recipe.forward_dtype(device.formats(self.device)), history,
+            record=False, transposed=False, power_of_two=self.recipe.power_of_two_scales,
+            emulated=_emulated(self, self.recipe),
         )  # fmt: skip
         (n, k), (rows, columns) = outer_size, self.shape
         if columns == k:  # sharded by rows: as many as the largest shard has
@@ -179,7 +179,7 @@ class ShardedWeight(Tensor):
     def _common_scale(self, mesh: "DeviceMesh") -> tuple[Tensor, Tensor]:
         amax = _amaxes([self.shard], mesh)
         distributed.all_reduce(amax, distributed.ReduceOp.MAX, group=mesh.get_group())
-        return amax, _scales_inv(amax, self.recipe)
+        return _histories(amax)[0], _scales_inv(amax, self.recipe)
 
 
 class GatheredWeight(Tensor):
@@ -246,8 +246,8 @@ class _Precomputed(NamedTuple):
 
     writes: Writes
     number: int  # of them, then
-    amax: Tensor  # f32 [1]
-    scale_inv: Tensor
+    history: Tensor  # f32 [3], of one amax, see `ops.quantize_delayed`
+    scale_inv: Tensor  # f32 [1]
 
 
 def _precomputed(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
@@ -261,7 +261,7 @@ def _precomputed(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
             "fp8lt: a weight that is gathered in FP8 was changed after its scale was computed: "
             "call precompute_float8_dynamic_scale_for_fsdp after each change, on all ranks"
         )
-    return known.amax, known.scale_inv
+    return known.history, known.scale_inv
 
 
 def _wrapper(
@@ -322,6 +322,11 @@ def _amaxes(shards: Iterable[Tensor], mesh: "DeviceMesh") -> Tensor:
     ]
     found = torch.stack(amaxes).nan_to_num(nan=math.inf, posinf=math.inf)
     return found if found.device.type == mesh.device_type else found.to(mesh.device_type)
+
+
+def _histories(amaxes: Tensor) -> Tensor:
+    """Return what makes a quantise take each amax for its tensor's own, [weights, 3]."""
+    return torch.stack([amaxes, torch.zeros_like(amaxes), torch.ones_like(amaxes)], 1)
 
 
 def _scales_inv(amaxes: Tensor, recipe: Recipe) -> Tensor:
@@ -401,7 +406,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
             if placement.is_shard():  # the others have the same
                 group = mesh.get_group(dim)
                 distributed.all_reduce(amaxes, distributed.ReduceOp.MAX, group=group)
-        scales = zip(amaxes.split(1), _scales_inv(amaxes, recipe).split(1), strict=True)
+        scales = zip(_histories(amaxes), _scales_inv(amaxes, recipe).split(1), strict=True)
         for layer, shard, scale in zip(layers, shards, scales, strict=True):
             known = _Precomputed(shard.writes, shard.writes.count, *scale)
             setattr(layer, PRECOMPUTED, known)
