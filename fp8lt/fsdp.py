@@ -137,7 +137,7 @@ class ShardedWeight(Tensor):
     ) -> tuple[tuple[Tensor], tuple[Tensor, int]]:
         weight: Any = module.weight
         if sum(placement.is_shard() for placement in weight.placements) > 1:
-            raise NotImplementedError(
+            raise RuntimeError(
                 "fp8lt: weights of tensor-parallel layers are not gathered in FP8: leave them out "
                 "of enable_fsdp_float8_all_gather"
             )

@@ -14,6 +14,7 @@ from torch import Tensor, distributed, nn
 
 from . import tensor_parallel
 from .autocast import in_high_precision
+from .checks import check
 from .fsdp import (
     PRECOMPUTED,
     GatheredWeight,
@@ -24,7 +25,7 @@ from .fsdp import (
     sharded,
     why_not_in_fp8,
 )
-from .linear import check, run
+from .linear import run
 from .ops import Quantized
 from .recipe import DelayedScaling, Recipe, resolve
 from .state import DelayedState, reduce_over_ranks, resized, zeros

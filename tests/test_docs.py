@@ -60,7 +60,7 @@ def test_the_readme_lists_every_environment_variable() -> None:
 
 
 def test_files_import_from_lower_rows_only() -> None:
-    rows = dict(re.findall(r"^\| (\d) \| (.+?) \|$", README, re.MULTILINE))
+    rows = dict(re.findall(r"^\| (\d+) \| (.+?) \|$", README, re.MULTILINE))
     row = {f: int(n) for n, files in rows.items() for f in re.findall(r"`(\w+)\.py`", files)}
     assert set(row) == set(MODULES)
     for name in MODULES:

@@ -1,10 +1,8 @@
 """Weights that FSDP2 gathers in FP8: the results of a gather in their own precision."""
 
-import contextlib
 import copy
 import functools
 import io
-import itertools
 import re
 import warnings
 from pathlib import Path
@@ -14,12 +12,11 @@ import pytest
 import torch
 from cases import error, randn
 from contexts import CPU
+from fsdp_models import CONFIG, layers_of, shard, whole
 from ranks import ROUNDING, WORLD, Ranks, train_beside_a_twin
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
-    set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -27,29 +24,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fp8lt
 from fp8lt.fsdp import GatheredWeight, ShardedWeight, sharded
-
-CONFIG = fp8lt.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-
-
-def layers_of(*sizes: int, bias: bool = True, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """Return layers whose weights will be gathered in FP8, and a twin that nothing shards."""
-    torch.manual_seed(0)
-    twin = nn.Sequential(*(nn.Linear(k, n, bias=bias) for k, n in itertools.pairwise(sizes)))
-    layers = copy.deepcopy(twin)
-    fp8lt.convert_to_float8_training(twin)
-    fp8lt.convert_to_float8_training(layers, config=CONFIG)
-    return layers, twin
-
-
-def shard(layers: nn.Module, reshard: bool = True, **options: Any) -> None:
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, **options)
-    fully_shard(layers, mesh=mesh, **options)
-
-
-def whole(layers: nn.Module) -> Any:
-    return lambda: contextlib.nullcontext([p.full_tensor() for p in layers.parameters()])
 
 
 def train(rank: int, sizes: tuple[int, ...], reshard: bool, precompute: bool) -> None:
@@ -134,7 +108,7 @@ def count(rank: int, f32: int, bf16: int, fp8: int) -> None:
         want = nn.functional.linear(
             nn.functional.linear(x, layers[0].weight.full_tensor()), layers[1].weight.full_tensor()
         )
-        assert error(y, want) < 0.08  # measured 0.053
+        assert error(y, want) < 0.08  # measured 0.075
 
 
 def test_a_byte_per_element_is_sent_and_scales_belong_to_their_weights(ranks: Ranks) -> None:
@@ -397,142 +371,3 @@ def test_meshes_and_placements_may_be_others(ranks: Ranks) -> None:
     ranks.run(in_two_dimensions, False)
     ranks.run(in_two_dimensions, True)
     ranks.run(by_columns)
-
-
-# -------------------------------------------------------------------------- what models go through
-
-
-def compiled(rank: int, first: bool) -> None:
-    layers, twin = layers_of(32, 48, 16)
-    torch._dynamo.reset()
-    if first:
-        for layer in layers:
-            layer.compile(backend="aot_eager")
-    shard(layers)
-    if not first:
-        for layer in layers:
-            layer.compile(backend="aot_eager")
-    optimizer = torch.optim.SGD(layers.parameters(), lr=1)
-    train_beside_a_twin(layers, twin, optimizer, whole(layers))
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_layers_may_be_compiled_before_or_after(ranks: Ranks, first: bool) -> None:
-    ranks.run(compiled, first)
-
-
-def test_what_is_not_sharded_is_compiled_to_one_graph() -> None:
-    layers, twin = layers_of(32, 48, 16)
-    x = randn(5, 32, on=CPU, dtype=torch.float32)
-    torch._dynamo.reset()
-    got = torch.compile(layers, backend="aot_eager", fullgraph=True)(x)
-    want = twin(x)
-    assert torch.equal(got, want)
-    got.sum().backward()
-    want.sum().backward()
-    for p, q in zip(layers.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-
-
-def assigned(rank: int) -> None:
-    layers, twin = layers_of(32, 48, 16)
-    x = randn(5, 32, on=CPU, dtype=torch.float32)
-    with torch.device("meta"):
-        empty = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
-    fp8lt.convert_to_float8_training(empty, config=CONFIG)
-    shard(empty)
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(empty, twin.state_dict(), options=options)
-    assert all(sharded(layer.weight) is not None for layer in empty)
-    assert torch.equal(empty(x), twin(x))
-    layers.load_state_dict(twin.state_dict(), assign=True)
-    assert all(sharded(layer.weight) is not None for layer in layers)
-
-
-def test_what_is_loaded_by_assigning_is_gathered_in_fp8_too(ranks: Ranks) -> None:
-    ranks.run(assigned)
-
-
-def inference(rank: int) -> None:
-    for sizes in ((32, 48, 16), (32, 16, 32)):
-        layers, twin = layers_of(*sizes)
-        shard(layers)
-        x = randn(5, 32, on=CPU, dtype=torch.float32)
-        # First: `fully_shard` then trains no model, since its own buffers are inference tensors.
-        with torch.inference_mode():
-            assert torch.equal(layers(x), twin(x))
-        assert sharded(layers[0].weight) is not None
-        with torch.no_grad():
-            assert torch.equal(layers(x), twin(x))
-        with torch.inference_mode():
-            layers, twin = layers_of(*sizes)
-            shard(layers)
-            assert sharded(layers[0].weight) is not None
-            assert torch.equal(layers(x), twin(x))
-
-
-def test_inference_mode_may_come_first_or_around_all(ranks: Ranks) -> None:
-    ranks.run(inference)
-
-
-def early_state(rank: int) -> None:
-    layers, _ = layers_of(32, 16)
-    shard(layers)
-    saved = layers.state_dict()
-    x = torch.ones(1, 32)
-    layers(x)  # here `fully_shard` pads uneven shards
-    with torch.no_grad():
-        for value in saved.values():
-            value.to_local().fill_(0.5)
-        assert error(layers(x), torch.full((1, 16), 16.5)) < 1e-6
-
-
-def test_a_state_dict_from_before_the_first_forward_is_the_weights(ranks: Ranks) -> None:
-    ranks.run(early_state)
-
-
-def reverted(rank: int) -> None:
-    layers, twin = layers_of(32, 48, 16)
-    fp8lt.revert(layers)
-    assert all(type(p) is nn.Parameter for p in layers.parameters())
-    assert all(map(torch.equal, layers.parameters(), twin.parameters()))
-    layers, _ = layers_of(32, 48)
-    fully_shard(nn.Sequential(layers), mesh=init_device_mesh("cpu", (WORLD,)))
-    with pytest.raises(RuntimeError, match="'0' is sharded, and gathered in FP8"):
-        fp8lt.revert(layers)
-
-
-def test_reverted_nothing_is_left_of_it(ranks: Ranks) -> None:
-    ranks.run(reverted)
-
-
-def refuse_in_between(rank: int) -> None:
-    layers, _ = layers_of(32, 48)
-    shard(layers, reshard=False)
-    layers(torch.ones(1, 32))
-    with pytest.raises(RuntimeError, match="gathered in FP8 just now"):
-        layers[0].recipe = "rowwise"
-    with torch.no_grad(), pytest.raises(RuntimeError, match="would be lost on a weight that was"):
-        layers[0].weight.mul_(2)
-    assert layers[0].weight.as_strided((4, 32), (32, 1), 32).shape == (4, 32)
-
-
-def test_a_gathered_weight_is_not_changed(ranks: Ranks) -> None:
-    ranks.run(refuse_in_between)
-
-
-def test_a_weight_that_is_not_sharded_may_be_used_as_any_other() -> None:
-    layers, twin = layers_of(32, 48)
-    vector = nn.utils.parameters_to_vector(twin.parameters())
-    nn.utils.vector_to_parameters(2 * vector, layers.parameters())
-    assert torch.equal(layers[0].weight.shard, 2 * twin[0].weight)
-    with pytest.raises(RuntimeError, match=r"want data \[48, 32\] torch.float32 for a weight"):
-        layers[0].weight.data = torch.ones(3)
-    layers[0].weight.main_grad = torch.zeros(48, 32)
-    layers[0].fuse_wgrad_accumulation = True
-    layers(torch.ones(2, 32)).sum().backward()
-    assert layers[0].weight.grad is None
-    assert layers[0].weight.main_grad.any()
-    with_norm = nn.utils.parametrizations.weight_norm(fp8lt.Linear(32, 48))
-    with pytest.warns(UserWarning, match=r"it is computed \(a parametrization\)"):
-        fp8lt.enable_fsdp_float8_all_gather(with_norm)

@@ -130,7 +130,7 @@ def shards_apart(rank: int, name: str) -> None:
     y, want = layer(x), exact(x)
     for i in range(WORLD):
         part = slice(size * i, size * (i + 1))
-        assert error(y[:, part], want[:, part]) < 0.045  # measured 0.039
+        assert error(y[:, part], want[:, part]) < 0.045  # measured 0.040
 
 
 @NAMES
