@@ -235,6 +235,13 @@ def _under_one_scale(
     return _copies(q, row_major, transposed), scale.reciprocal().repeat(max(rows, cols, PAD))
 
 
+def transposed(data: Tensor) -> Tensor:
+    """Return an FP8 copy [R, C] transposed; see `ops.transposed`."""
+    # As bytes: not every device copies FP8. A clone: without elements contiguous() is an alias.
+    columns = data.view(torch.uint8).t().clone(memory_format=torch.contiguous_format)
+    return columns.view(data.dtype)
+
+
 def cast_columns(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the transposed copy of `x` [R, C] under a scale that is known."""
     rows, cols = x.shape

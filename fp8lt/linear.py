@@ -274,7 +274,7 @@ class _Linear(torch.autograd.Function):
                 w, recipe, ctx.history_of_w, emulated=emulated
             )
         if need_x and ctx.transpose_w:
-            w_t = ops.transposed(w_t)
+            w_t = ops.transposed(w_t, emulated=emulated)
         if need_w and ctx.recompute_x:
             x_t, _, _ = operands.columns_of_x(x.reshape(m, k), x_scale_inv, recipe)
         columns_of_dy = need_w and not ctx.high_precision_dw

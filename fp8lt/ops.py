@@ -175,10 +175,14 @@ def quantize_blockwise(
     return Quantized(data, data_t, scale_inv, scale_inv_t, sums, scaling, scaling)
 
 
-def transposed(data: Tensor) -> Tensor:
-    """Return an FP8 copy [R, C] transposed, [C, R]: with one scale, the other copy."""
-    # As bytes: not every device copies FP8.
-    return data.view(torch.uint8).t().contiguous().view(data.dtype)
+def transposed(data: Tensor, *, emulated: bool = False) -> Tensor:
+    """Return an FP8 copy transposed: where both have one scale, the other copy.
+
+    data: [R, C] fp8, contiguous, both multiples of 16. Returns [C, R], contiguous.
+    """
+    call = schemas.transposed if emulated else torch.ops.fp8lt.transposed.default
+    data_t: Tensor = call(data)
+    return data_t
 
 
 def gemm_nt(

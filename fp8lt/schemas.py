@@ -245,6 +245,23 @@ quantize_blockwise = _define(
 )
 
 
+def _check_transposed(data: Tensor) -> None:
+    fits = data.dim() == 2 and data.is_contiguous() and all(n == padded(n) for n in data.shape)
+    if data.dtype not in FP8_DTYPES or not fits:
+        raise RuntimeError(
+            "fp8lt: want data [R, C] in an FP8 dtype, contiguous, R and C multiples of 16, "
+            f"got {list(data.shape)} {data.dtype}"
+        )
+
+
+transposed = _define(
+    "transposed(Tensor data) -> Tensor",
+    _check_transposed,
+    emulate.transposed,
+    lambda data: data.new_empty((data.shape[1], data.shape[0])),
+)
+
+
 # ------------------------------------------------------------------------------------------- gemm
 
 

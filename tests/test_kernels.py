@@ -209,6 +209,18 @@ def test_a_matrix_that_is_held_in_part_is_read_to_its_end(kernels: ctypes.CDLL) 
     check_tiles(kernels, x)
 
 
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (16, 16), (128, 256), (144, 400)])
+def test_bytes_are_transposed(kernels: ctypes.CDLL, shape: tuple[int, int]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    data = torch.randint(256, shape, generator=draw, dtype=torch.uint8)
+    memory, data_t = guarded(data.t().contiguous())
+    q = Quantize(rows=shape[0], cols=shape[1], data=address(data), data_t=address(data_t))
+    assert kernels.run_transpose(ctypes.byref(q)) == 0
+    assert torch.equal(data_t, data.t())
+    for edge in (memory[:CANARY_BYTES], memory[-CANARY_BYTES:]):
+        assert (edge == CANARY).all()
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (130, 300)])
 @pytest.mark.parametrize("dtype", list(REAL))
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The operators: bytes against torchao, products against float64, native against emulated."""
 
+import functools
+
 import pytest
 import torch
 from cases import (
@@ -302,6 +304,33 @@ def test_an_operand_in_any_layout_is_quantised_into_contiguous_copies(on: torch.
         assert got.data_t.is_contiguous(), layout
 
 
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (16, 32), (144, 112), (256, 384)], ids=str)
+def test_rows_transposed_are_the_columns(
+    on: torch.device, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x = randn(*shape, on=on, dtype=torch.bfloat16)
+    q = ops.quantize_tensorwise(x, dtype)
+    memory = q.data.new_empty(q.data.numel() + 1)
+    anywhere = memory[1:].view(q.data.shape).copy_(q.data)
+    for data in (q.data, anywhere):
+        got = ops.transposed(data)
+        assert got.is_contiguous()
+        assert torch.equal(raw(got), raw(q.data_t))
+
+
+def test_only_padded_copies_are_transposed(on: torch.device) -> None:
+    wrong = (
+        torch.zeros(16, 16, device=on),
+        *(torch.zeros(*s, device=on).to(E4M3) for s in ((16, 15), (15, 16), (16,), (16, 16, 16))),
+        torch.zeros(16, 32, device=on).to(E4M3).t(),
+    )
+    for data in wrong:
+        for call in (ops.transposed, functools.partial(ops.transposed, emulated=True)):
+            with pytest.raises(RuntimeError, match=r"want data \[R, C\] in an FP8 dtype"):
+                call(data)
+
+
 # ----------------------------------------------------------------------------------- the contract
 
 
@@ -319,6 +348,8 @@ def test_operators_pass_opcheck(
     for b in (None, bias):
         args = (q.data, q.data, q.scale_inv, q.scale_inv, shape[0], shape[0], b)
         torch.library.opcheck(torch.ops.fp8lt.gemm_nt.default, (*args, torch.bfloat16, False))
+
+    torch.library.opcheck(torch.ops.fp8lt.transposed.default, (q.data,))
 
 
 def test_meta_tensors_get_shapes_without_anything_built() -> None:

@@ -27,6 +27,7 @@ TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) {
   m.impl("quantize_delayed", TORCH_FN(quantize_delayed_op));
   m.impl("quantize_rowwise", TORCH_FN(quantize_rowwise_op));
   m.impl("quantize_blockwise", TORCH_FN(quantize_blockwise_op));
+  m.impl("transposed", TORCH_FN(transposed_op));
   m.impl("gemm_nt", TORCH_FN(gemm_nt_op));
   m.impl("gemm_nt_add", TORCH_FN(gemm_nt_add_op));
 }
@@ -34,7 +35,7 @@ TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) {
 // error. Without this it would be lost, as where torch.func nests a derivative in another.
 void refuse_derivatives(torch::Library& library) {
   for (const char* name : {"quantize_tensorwise", "quantize_delayed", "quantize_rowwise",
-                           "quantize_blockwise", "gemm_nt", "gemm_nt_add"}) {
+                           "quantize_blockwise", "transposed", "gemm_nt", "gemm_nt_add"}) {
     library.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }

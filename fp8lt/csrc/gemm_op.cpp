@@ -32,11 +32,6 @@ cudaDataType_t cuda_type(ScalarType type) {
   }
 }
 
-// cuBLASLt refuses pointers that are not 16-byte aligned, scalars too; views may be anywhere.
-Tensor aligned(const Tensor& t) {
-  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 ? t : t.clone();
-}
-
 void check_operand(const char* name, const Tensor& t, int64_t rows, const Tensor& a) {
   TORCH_CHECK(is_fp8(t.scalar_type()), "fp8lt: want ", name, " in an FP8 dtype, got ",
               t.scalar_type());

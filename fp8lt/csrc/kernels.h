@@ -48,6 +48,9 @@ Quantized quantize_rowwise_cuda(const at::Tensor& x, const Copies& copies, bool 
                                 const at::Tensor& fold_cols, const at::Tensor& fold_rows);
 Quantized quantize_blockwise_cuda(const at::Tensor& x, const Copies& copies, bool square);
 
+// See ops.transposed.
+at::Tensor transposed_cuda(const at::Tensor& data);
+
 // `amaxes` [..., H + 2] f32 on `device`: its row as it comes, checked.
 History history_in(const at::Tensor& amaxes, int64_t row, c10::Device device, int64_t margin,
                    bool most_recent, bool record);

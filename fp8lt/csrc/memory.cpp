@@ -106,6 +106,10 @@ at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device
   return at::Tensor(at::detail::empty_cuda(sizes, dtype, device, std::nullopt));
 }
 
+at::Tensor aligned(const at::Tensor& t) {
+  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 ? t : t.clone();
+}
+
 void check_cuda(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();

@@ -13,6 +13,10 @@ namespace fp8lt {
 // at::empty without its way through the dispatcher.
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device);
 
+// `t`, or a copy of it where that is not 16-byte aligned: views may be anywhere. cuBLASLt refuses
+// other pointers, those of scalars too.
+at::Tensor aligned(const at::Tensor& t);
+
 // One allocation, cut into tensors.
 class Block {
  public:

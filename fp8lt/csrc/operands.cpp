@@ -162,7 +162,9 @@ Columns columns_of_w(const Tensor& w, const Recipe& recipe, const AmaxHistory& h
 }
 
 Tensor transposed(const Tensor& data) {
-  return data.view(ScalarType::Byte).t().contiguous().view(data.scalar_type());
+  if (is_direct(data)) return transposed_cuda(data);
+  static const auto op = operator_named<decltype(transposed_op)>("fp8lt::transposed");
+  return op.call(data);
 }
 
 Tensor gemm_nt(const Tensor& a, const Tensor& b, const Tensor& a_scale_inv,

@@ -26,6 +26,7 @@ Tensors5 quantize_rowwise_op(const at::Tensor& x, at::ScalarType dtype, bool row
 Tensors5 quantize_blockwise_op(const at::Tensor& x, at::ScalarType dtype, bool row_major,
                                      bool transposed, bool power_of_two, bool square,
                                      std::optional<at::ScalarType> sums_dtype);
+at::Tensor transposed_op(const at::Tensor& data);
 at::Tensor gemm_nt_op(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,
                       const at::Tensor& b_scale_inv, int64_t m, int64_t n,
                       const std::optional<at::Tensor>& bias, at::ScalarType out_dtype,

@@ -14,7 +14,6 @@ size_t quantize_scratch_bytes(const Quantize& q) {
 }
 
 cudaError_t quantize(const Quantize& q, cudaStream_t stream) {
-  constexpr int64_t kMostTiles = INT32_MAX / 2;  // of 128 x 128: 1.7e13 elements
   if (blocks_of(q.rows) * blocks_of(q.cols) > kMostTiles) return cudaErrorInvalidValue;
   if (q.history.state != nullptr) return quantize_delayed(q, stream);
   switch (q.scaling) {

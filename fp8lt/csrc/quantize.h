@@ -74,11 +74,17 @@ inline bool takes_zeros(const Quantize& q) {
 // Whether a GPU has the shared memory that `sums` takes.
 bool quantize_has_sums(int device);
 
+constexpr int64_t kMostTiles = INT32_MAX / 2;  // of 128 x 128: 1.7e13 elements
+
 size_t quantize_scratch_bytes(const Quantize& q);
 
 cudaError_t quantize(const Quantize& q, cudaStream_t stream);
 
-// The same of one scaling, each in a file of its own.
+// Make data_t [cols, rows] of data [rows, cols], 8-byte aligned, both dimensions multiples of kPad.
+// Nothing else of `q` is used.
+cudaError_t transpose(const Quantize& q, cudaStream_t stream);
+
+// A quantise by one scaling, each in a file of its own.
 size_t tensorwise_scratch_bytes(const Quantize& q);
 size_t delayed_scratch_bytes(const Quantize& q);
 size_t rowwise_scratch_bytes(const Quantize& q);

@@ -223,6 +223,23 @@ Quantized quantize_blockwise_cuda(const Tensor& x, const Copies& copies, bool sq
                 sizes(copies.transposed, quantising.cols, quantising.rows), kShared, x.device());
 }
 
+Tensor transposed_cuda(const Tensor& data) {
+  TORCH_CHECK(data.dim() == 2 && is_fp8(data.scalar_type()) && data.is_contiguous() &&
+                  data.size(0) % kPad == 0 && data.size(1) % kPad == 0,
+              "fp8lt: want data [R, C] in an FP8 dtype, contiguous, R and C multiples of ", kPad,
+              ", got ", data.sizes(), " ", data.scalar_type());
+  const c10::cuda::CUDAGuard guard(data.device());
+  const Tensor input = aligned(data);
+  Tensor data_t = empty({data.size(1), data.size(0)}, data.scalar_type(), data.device());
+  Quantize q{};
+  q.data = const_cast<void*>(input.const_data_ptr());
+  q.data_t = data_t.mutable_data_ptr();
+  q.rows = data.size(0);
+  q.cols = data.size(1);
+  check_cuda(transpose(q, c10::cuda::getCurrentCUDAStream()), "transpose");
+  return data_t;
+}
+
 Tensors4 quantize_tensorwise_op(const Tensor& x, ScalarType dtype, bool row_major, bool transposed,
                                 std::optional<ScalarType> sums_dtype, bool power_of_two) {
   check_matrix(x);
@@ -258,5 +275,7 @@ Tensors5 quantize_blockwise_op(const Tensor& x, ScalarType dtype, bool row_major
   return two_scales(
       quantize_blockwise_cuda(x, {dtype, row_major, transposed, sums_dtype, power_of_two}, square));
 }
+
+Tensor transposed_op(const Tensor& data) { return transposed_cuda(data); }
 
 }  // namespace fp8lt

@@ -239,6 +239,19 @@ __device__ inline int shared_word(int col, int word) {
   return col * kWords + (word ^ (col / 8 * 2));
 }
 
+// Put the columns of a patch in FP8 into `transpose`.
+__device__ inline void put_columns(const uint2 (&fp8)[kPatchRows], uint32_t* transpose) {
+  const int across = threadIdx.x % kPatchesAcross, word = threadIdx.x / kPatchesAcross;
+#pragma unroll
+  for (int j = 0; j < kPatchCols; ++j) {
+    const uint32_t take = 0x40u | j % 4 | (j % 4) << 4;  // byte j of two words, side by side
+    const auto four = [&](int r) { return j < 4 ? fp8[r].x : fp8[r].y; };
+    const uint32_t low = __byte_perm(four(0), four(1), take);
+    const uint32_t high = __byte_perm(four(2), four(3), take);
+    transpose[shared_word(across * kPatchCols + j, word)] = __byte_perm(low, high, 0x5410);
+  }
+}
+
 // Cast a patch; store its rows, and put its columns into `transpose`. `scales`: see scales.cuh.
 template <typename T, Fp8Type kType, bool kInterior, typename Scales>
 __device__ void cast_patch(const Quantize& q, const Patch<T>& patch, const Place& at,
@@ -264,15 +277,7 @@ __device__ void cast_patch(const Quantize& q, const Patch<T>& patch, const Place
           [&](float x, int j) { return scales.transposed(x, r, j); });
     }
   }
-  const int across = threadIdx.x % kPatchesAcross, word = threadIdx.x / kPatchesAcross;
-#pragma unroll
-  for (int j = 0; j < kPatchCols; ++j) {
-    const uint32_t take = 0x40u | j % 4 | (j % 4) << 4;  // byte j of two words, side by side
-    const auto four = [&](int r) { return j < 4 ? fp8[r].x : fp8[r].y; };
-    const uint32_t low = __byte_perm(four(0), four(1), take);
-    const uint32_t high = __byte_perm(four(2), four(3), take);
-    transpose[shared_word(across * kPatchCols + j, word)] = __byte_perm(low, high, 0x5410);
-  }
+  put_columns(fp8, transpose);
 }
 
 // Store the columns of a whole tile, which `transpose` holds, as rows of data_t.

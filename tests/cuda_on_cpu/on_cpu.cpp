@@ -161,6 +161,8 @@ int run_quantize(fp8lt::Quantize* q) {
   return status;
 }
 
+int run_transpose(fp8lt::Quantize* q) { return fp8lt::transpose(*q, nullptr); }
+
 size_t size_of_quantize() { return sizeof(fp8lt::Quantize); }
 
 }  // extern "C"
