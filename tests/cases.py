@@ -53,7 +53,7 @@ def sqnr(got: Tensor, want: Tensor) -> float:
 def randn(*shape: int, on: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Return the same Gaussian numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(on)
+    return torch.randn(shape, generator=generator, device="cpu").to(dtype).to(on)
 
 
 def dequantised(x: Tensor, fp8: torch.dtype) -> Tensor:

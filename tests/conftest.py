@@ -115,15 +115,16 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Ranks]]:
-    started: list[Ranks] = []
+def started() -> Iterator[dict[torch.device, Ranks]]:
+    started: dict[torch.device, Ranks] = {}
     yield started
-    for ranks in started:
+    for ranks in started.values():
         ranks.end()
 
 
 @pytest.fixture
-def ranks(started: list[Ranks], tmp_path: Path) -> Ranks:
-    if not started or started[-1].ended:
-        started.append(Ranks(tmp_path / "store"))
-    return started[-1]
+def ranks(on: torch.device, started: dict[torch.device, Ranks], tmp_path: Path) -> Ranks:
+    """Processes whose tensors are on `on`; new ones after a test that failed."""
+    if on not in started or started[on].ended:
+        started[on] = Ranks(tmp_path / "store", on)
+    return started[on]

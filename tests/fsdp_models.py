@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import torch
-from ranks import WORLD
+from ranks import WORLD, here
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +20,7 @@ def layers_of(*sizes: int, bias: bool = True, **options: Any) -> tuple[nn.Module
     """Return layers whose weights will be gathered in FP8, and a twin that nothing shards."""
     torch.manual_seed(0)
     twin = nn.Sequential(*(nn.Linear(k, n, bias=bias) for k, n in itertools.pairwise(sizes)))
+    twin.to(here())
     layers = copy.deepcopy(twin)
     fp8lt.convert_to_float8_training(twin)
     fp8lt.convert_to_float8_training(layers, config=CONFIG)
@@ -27,7 +28,7 @@ def layers_of(*sizes: int, bias: bool = True, **options: Any) -> tuple[nn.Module
 
 
 def shard(layers: nn.Module, reshard: bool = True, **options: Any) -> None:
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = init_device_mesh(here().type, (WORLD,))
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, **options)
     fully_shard(layers, mesh=mesh, **options)

@@ -1,4 +1,7 @@
-"""Ranks of a distributed run: gloo on the CPU, each beside a twin that is not wrapped."""
+"""Ranks of a distributed run, each beside a twin that is not wrapped.
+
+They talk by gloo: NCCL wants a GPU for each, and here they share one, or have none.
+"""
 
 import contextlib
 import datetime
@@ -13,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from cases import error, randn
-from contexts import CPU
 from delayed_models import same, states
 from torch import Tensor, distributed, nn
 
@@ -22,10 +24,18 @@ SECONDS = 60  # for a job; measured at most 3
 ROUNDING = 1e-6  # of a mean over the ranks, in f32; measured 2e-7
 
 
+_on = torch.device("cpu")
+
+
+def here() -> torch.device:
+    """Return where the tensors of this process are: a rank's, where it was told to have them."""
+    return _on
+
+
 class Ranks:
     """Processes of one gloo group. They run what a test sends them; a test that fails ends them."""
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self, store: Path, on: torch.device) -> None:
         spawn = torch.multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(WORLD):
@@ -35,7 +45,7 @@ class Ranks:
             self.processes.append(spawn.Process(target=_be_a_rank, args=args, daemon=True))
             self.processes[-1].start()
             there.close()  # it is the rank's: when that dies, `here` tells
-        self.run(_join, str(store))
+        self.run(_join, str(store), on)
 
     def run(self, job: Callable[..., None], *args: Any) -> None:
         """Run `job(rank, *args)` in every rank; it is a function of this file."""
@@ -81,7 +91,9 @@ def _be_a_rank(rank: int, pipe: Any) -> None:
                 pipe.send("")
 
 
-def _join(rank: int, store: str) -> None:
+def _join(rank: int, store: str, on: torch.device) -> None:
+    global _on
+    _on = on
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = datetime.timedelta(seconds=SECONDS / 2)  # for a rank that waits for another
     distributed.init_process_group(
@@ -104,13 +116,13 @@ def train_beside_a_twin(
     for step in range(3):
         prepare()
         width = next(m.in_features for m in twin.modules() if isinstance(m, nn.Linear))
-        x = randn(5 + rank, width, on=CPU, dtype=torch.float32, seed=10 * step + rank) * (1 + rank)
-        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        x = randn(5 + rank, width, on=here(), dtype=torch.float32, seed=10 * step + rank)
+        inputs = [(x * (1 + rank)).requires_grad_() for _ in range(2)]
         optimizer.zero_grad()
         twin.zero_grad()
         got, want = wrapped(inputs[0]), twin(inputs[1])
         assert torch.equal(got, want)
-        dy = randn(*want.shape, on=CPU, dtype=torch.float32, seed=100 * step + rank) / 10
+        dy = randn(*want.shape, on=here(), dtype=torch.float32, seed=100 * step + rank) / 10
         got.backward(dy)
         want.backward(dy)
         assert torch.equal(inputs[0].grad, inputs[1].grad)

@@ -1,4 +1,4 @@
-"""Ranks of a distributed run: gloo on the CPU, each beside a twin that is not wrapped.
+"""Ranks of a distributed run, each beside a twin that is not wrapped.
 
 And what each rank does before it trains: import, build, load.
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from cases import error, randn
-from contexts import CPU, converted, model
+from contexts import converted, model
 from delayed_models import states
-from ranks import ROUNDING, WORLD, Ranks, Whole, train_beside_a_twin
+from ranks import ROUNDING, WORLD, Ranks, Whole, here, train_beside_a_twin
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -30,7 +30,7 @@ NAMES = pytest.mark.parametrize("name", recipe.NAMES)
 
 
 def shard(layers: nn.Module) -> None:
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = init_device_mesh(here().type, (WORLD,))
     for layer in layers.modules():
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
@@ -43,7 +43,7 @@ def gathered(layers: nn.Module) -> Whole:
 
 def train_sharded(rank: int, name: str, k: int, n: int, rows: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    layers = nn.Sequential(fp8lt.Linear(k, n, recipe=name))
+    layers = nn.Sequential(fp8lt.Linear(k, n, device=here(), recipe=name))
     twin = copy.deepcopy(layers)
     shard(layers)
     assert layers[0].weight.to_local().shape[0] == rows[rank]
@@ -71,7 +71,7 @@ def held_by_autograd(layers: nn.Module, x: Tensor) -> tuple[Tensor, int]:
 
 def hold_no_weights(rank: int, name: str) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8)))
+    plain = nn.Sequential(*(nn.Linear(128, 128, bias=False, device=here()) for _ in range(8)))
     lean = copy.deepcopy(plain)
     fp8lt.convert_to_float8_training(lean)
     for layer in lean:
@@ -79,7 +79,7 @@ def hold_no_weights(rank: int, name: str) -> None:
     twin = copy.deepcopy(lean)
     shard(plain)
     shard(lean)
-    x = randn(16, 128, on=CPU, dtype=torch.float32).requires_grad_()
+    x = randn(16, 128, on=here(), dtype=torch.float32).requires_grad_()
     _, most = held_by_autograd(plain, x)
     y, held = held_by_autograd(lean, x)
     assert 0 < held <= most
@@ -104,9 +104,9 @@ def test_no_weight_is_held_from_forward_to_backward(ranks: Ranks, name: str) -> 
 
 
 def train_in_fsdp(rank: int, name: str, use_orig_params: bool) -> None:
-    layers = converted(model(), name)
+    layers = converted(model(here()), name)
     twin = copy.deepcopy(layers)
-    wrapped = FullyShardedDataParallel(layers, use_orig_params=use_orig_params, device_id=CPU)
+    wrapped = FullyShardedDataParallel(layers, use_orig_params=use_orig_params, device_id=here())
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1)
 
     @contextlib.contextmanager
@@ -125,7 +125,7 @@ def test_fsdp_may_flatten_the_weights(ranks: Ranks, name: str, use_orig_params: 
 
 
 def train_in_ddp(rank: int, name: str, options: dict[str, bool]) -> None:
-    layers = converted(model(), name)
+    layers = converted(model(here()), name)
     twin = copy.deepcopy(layers)
     wrapped = DistributedDataParallel(layers, **options)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1)
@@ -166,7 +166,7 @@ def test_ddp_reduces_gradients_and_sends_histories(
 
 
 def train_converted_in_ddp(rank: int, name: str) -> None:
-    plain = model()
+    plain = model(here())
     twin = converted(plain, name)
     wrapped = DistributedDataParallel(plain)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1)
@@ -187,11 +187,11 @@ def reduce_histories(rank: int) -> None:
     lengths = 4, 2
     layers = nn.Sequential(
         *(fp8lt.Linear(8, 8, recipe=fp8lt.DelayedScaling(amax_history_len=n)) for n in lengths)
-    )
+    ).to(here())
     seen: dict[int, list[float]] = {}  # amaxes of x in the first layer, by rank
     for step in range(6):
         if (rank, step) != (1, 3):  # a rank that skips does not hang the others
-            x = randn(4, 8, on=CPU, dtype=torch.float32, seed=10 * step + rank)
+            x = randn(4, 8, on=here(), dtype=torch.float32, seed=10 * step + rank)
             layers(x * (1 + rank)).sum().backward()
         fp8lt.reduce_amaxes(layers)
         for state in states(layers):
@@ -200,7 +200,7 @@ def reduce_histories(rank: int) -> None:
             assert all(torch.equal(state, other) for other in everybodys)
         for r in range(WORLD):
             if (r, step) != (1, 3):
-                x = randn(4, 8, on=CPU, dtype=torch.float32, seed=10 * step + r) * (1 + r)
+                x = randn(4, 8, on=here(), dtype=torch.float32, seed=10 * step + r) * (1 + r)
                 seen.setdefault(r, []).append(x.abs().max().item())
         # Of ranks that ran as often the entries of one age are of one step.
         ages = [[amaxes[-1 - age] for amaxes in seen.values() if age < len(amaxes)]
@@ -208,13 +208,13 @@ def reduce_histories(rank: int) -> None:
         if step < 3:
             ring = states(layers)[0][0, :4].flip(0).tolist()
             assert ring == pytest.approx([max(some, default=0) for some in ages])
-    x = randn(4, 8, on=CPU, dtype=torch.float32) * 100 ** (rank == 2)
+    x = randn(4, 8, on=here(), dtype=torch.float32) * 100 ** (rank == 2)
     layers(x).sum().backward()
     fp8lt.reduce_amaxes(layers)
     first = states(layers)[0]
     assert first[0, 3] > 50  # the newest entry is the last
     with torch.no_grad():
-        y = [torch.empty(4, 8) for _ in range(WORLD)]
+        y = [torch.empty(4, 8, device=here()) for _ in range(WORLD)]
         distributed.all_gather(y, layers(x.sign()))
         ours = layers(x.sign())
         assert torch.equal(y[rank], ours)
@@ -226,13 +226,13 @@ def test_histories_may_be_reduced_over_ranks_in_one_collective(ranks: Ranks) -> 
 
 
 def begin_a_history(rank: int) -> None:
-    layer = fp8lt.Linear(8, 8, recipe=fp8lt.DelayedScaling(amax_history_len=3))
+    layer = fp8lt.Linear(8, 8, device=here(), recipe=fp8lt.DelayedScaling(amax_history_len=3))
     if rank == 0:
-        layer(torch.full((2, 8), 5.0)).sum().backward()
+        layer(torch.full((2, 8), 5.0, device=here())).sum().backward()
     fp8lt.reduce_amaxes(layer)
     (state,) = states(layer)
     assert state[0].tolist() == [0, 0, 5, 0, 1]
-    layer(torch.ones(2, 8)).sum().backward()
+    layer(torch.ones(2, 8, device=here())).sum().backward()
     assert states(layer)[0][0].tolist() == [1, 0, 5, 1, 1]
     fp8lt.reduce_amaxes(layer)
     assert states(layer)[0][0].tolist() == [0, 5, 1, 0, 1]
@@ -241,9 +241,9 @@ def begin_a_history(rank: int) -> None:
 def run_in_all_but_one(rank: int, name: str) -> None:
     if rank == 1:
         return
-    layer = fp8lt.Linear(48, 40, recipe=name)
+    layer = fp8lt.Linear(48, 40, device=here(), recipe=name)
     for step in range(3):
-        x = randn(7, 48, on=CPU, dtype=torch.float32, seed=step).requires_grad_()
+        x = randn(7, 48, on=here(), dtype=torch.float32, seed=step).requires_grad_()
         layer(x).sum().backward()
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from cases import error, randn
-from contexts import CPU
 from fsdp_models import CONFIG, layers_of, shard, whole
-from ranks import ROUNDING, WORLD, Ranks, train_beside_a_twin
+from ranks import ROUNDING, WORLD, Ranks, here, train_beside_a_twin
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -76,7 +75,7 @@ def count(rank: int, f32: int, bf16: int, fp8: int) -> None:
         shard(layers)
         shard(plain)
         shard(cast, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        x = randn(5, 96, on=CPU, dtype=torch.float32)
+        x = randn(5, 96, on=here(), dtype=torch.float32)
         optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
         layers(x).sum().backward()  # FSDP makes its buffers
         fp8lt.precompute_float8_dynamic_scale_for_fsdp(layers)
@@ -123,7 +122,7 @@ def hold_no_weight(rank: int) -> None:
     layers, twin = layers_of(128, 128, 128, bias=False)
     shard(layers)
     saved: list[Tensor] = []
-    x = randn(16, 128, on=CPU, dtype=torch.float32).requires_grad_()
+    x = randn(16, 128, on=here(), dtype=torch.float32).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = layers(x)
     storages = {id(s): s.nbytes() for s in (t.untyped_storage() for t in saved)}
@@ -144,7 +143,7 @@ def mixed(rank: int) -> None:
     layers, twin = layers_of(64, 96)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(layers, mp_policy=policy)
-    x = randn(7, 64, on=CPU, dtype=torch.float32, seed=rank)
+    x = randn(7, 64, on=here(), dtype=torch.float32, seed=rank)
     y = layers(x)
     assert y.dtype == torch.bfloat16
     # The weight is cast from f32, the bias to bf16 first.
@@ -171,7 +170,7 @@ def not_finite(rank: int, bad: float) -> None:
     if rank == 1:
         with torch.no_grad():
             layers[0].weight.to_local()[0, 0] = bad
-    x = randn(3, 32, on=CPU, dtype=torch.float32)
+    x = randn(3, 32, on=here(), dtype=torch.float32)
     for prepare in (bool, fp8lt.precompute_float8_dynamic_scale_for_fsdp):
         prepare(layers)
         with torch.no_grad():
@@ -216,14 +215,14 @@ def on_meta(rank: int) -> None:
         layers = nn.Sequential(nn.Linear(32, 48))
     fp8lt.convert_to_float8_training(layers, config=CONFIG)
     shard(layers)
-    layers.to_empty(device="cpu")
+    layers.to_empty(device=here())
     torch.manual_seed(0)
     with torch.no_grad():
         for p in layers.parameters():
             p.fill_(0.5)
-    x = torch.ones(3, 32)
+    x = torch.ones(3, 32, device=here())
     y = layers(x)
-    assert error(y, torch.full((3, 48), 16.5)) < 1e-6
+    assert error(y, torch.full((3, 48), 16.5, device=here())) < 1e-6
     assert isinstance(layers[0].weight, DTensor)
     assert sharded(layers[0].weight) is not None
 
@@ -235,7 +234,7 @@ def test_a_model_may_be_made_on_meta(ranks: Ranks) -> None:
 def in_high_precision(rank: int) -> None:
     layers, twin = layers_of(32, 48)
     shard(layers)
-    x = randn(3, 32, on=CPU, dtype=torch.float32).requires_grad_()
+    x = randn(3, 32, on=here(), dtype=torch.float32).requires_grad_()
     with fp8lt.disable_fp8(layers):
         y = layers(x)
     weight = fp8lt.quantize_weight(twin[0].weight)
@@ -255,7 +254,7 @@ def test_outside_of_fp8_it_is_dequantised(ranks: Ranks) -> None:
 
 def test_what_is_not_sharded_computes_as_ever() -> None:
     layers, twin = layers_of(32, 48, 16)
-    x = randn(5, 32, on=CPU, dtype=torch.float32)
+    x = randn(5, 32, on=here(), dtype=torch.float32)
     got, want = layers(x), twin(x)
     assert torch.equal(got, want)
     got.sum().backward()
@@ -300,7 +299,7 @@ def shard_first(rank: int) -> None:
     with pytest.raises(RuntimeError, match="call it before fully_shard"):
         fp8lt.enable_fsdp_float8_all_gather(twin)
     shard(layers, reshard=False)
-    layers(torch.ones(1, 32))
+    layers(torch.ones(1, 32, device=here()))
     assert isinstance(layers[0].weight, GatheredWeight)
     with pytest.raises(RuntimeError, match="that of '0' is gathered: call it after optimizer"):
         fp8lt.precompute_float8_dynamic_scale_for_fsdp(layers)
@@ -314,7 +313,7 @@ def test_it_says_what_it_wants_first(ranks: Ranks) -> None:
 
 
 def change(rank: int) -> None:
-    x = torch.ones(2, 32)
+    x = torch.ones(2, 32, device=here())
     for kind in ("foreach", "fused"):
         layers, _ = layers_of(32, 48)
         shard(layers)
@@ -329,7 +328,7 @@ def change(rank: int) -> None:
         lambda: weight.to_local().mul_(2),
         lambda: weight.data.mul_(2),
         lambda: layers.load_state_dict(layers.state_dict()),
-        lambda: layers.to_empty(device="cpu"),
+        lambda: layers.to_empty(device=here()),
     ):
         fp8lt.precompute_float8_dynamic_scale_for_fsdp(layers)
         with torch.no_grad():
@@ -351,7 +350,7 @@ def test_a_scale_is_not_used_after_any_change_of_its_weight(ranks: Ranks) -> Non
 
 def in_two_dimensions(rank: int, precompute: bool) -> None:
     layers, twin = layers_of(48, 96, 32)
-    mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(here().type, (1, WORLD), mesh_dim_names=("replicate", "shard"))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     prepare = fp8lt.precompute_float8_dynamic_scale_for_fsdp if precompute else bool

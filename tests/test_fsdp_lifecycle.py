@@ -3,9 +3,8 @@
 import pytest
 import torch
 from cases import error, randn
-from contexts import CPU
 from fsdp_models import CONFIG, layers_of, shard, whole
-from ranks import WORLD, Ranks, train_beside_a_twin
+from ranks import WORLD, Ranks, here, train_beside_a_twin
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -40,7 +39,7 @@ def test_layers_may_be_compiled_before_or_after(ranks: Ranks, first: bool) -> No
 
 def test_what_is_not_sharded_is_compiled_to_one_graph() -> None:
     layers, twin = layers_of(32, 48, 16)
-    x = randn(5, 32, on=CPU, dtype=torch.float32)
+    x = randn(5, 32, on=here(), dtype=torch.float32)
     torch._dynamo.reset()
     got = torch.compile(layers, backend="aot_eager", fullgraph=True)(x)
     want = twin(x)
@@ -53,7 +52,7 @@ def test_what_is_not_sharded_is_compiled_to_one_graph() -> None:
 
 def assigned(rank: int) -> None:
     layers, twin = layers_of(32, 48, 16)
-    x = randn(5, 32, on=CPU, dtype=torch.float32)
+    x = randn(5, 32, on=here(), dtype=torch.float32)
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
     fp8lt.convert_to_float8_training(empty, config=CONFIG)
@@ -74,7 +73,7 @@ def inference(rank: int) -> None:
     for sizes in ((32, 48, 16), (32, 16, 32)):
         layers, twin = layers_of(*sizes)
         shard(layers)
-        x = randn(5, 32, on=CPU, dtype=torch.float32)
+        x = randn(5, 32, on=here(), dtype=torch.float32)
         # First: `fully_shard` then trains no model, since its own buffers are inference tensors.
         with torch.inference_mode():
             assert torch.equal(layers(x), twin(x))
@@ -96,12 +95,12 @@ def early_state(rank: int) -> None:
     layers, _ = layers_of(32, 16)
     shard(layers)
     saved = layers.state_dict()
-    x = torch.ones(1, 32)
+    x = torch.ones(1, 32, device=here())
     layers(x)  # here `fully_shard` pads uneven shards
     with torch.no_grad():
         for value in saved.values():
             value.to_local().fill_(0.5)
-        assert error(layers(x), torch.full((1, 16), 16.5)) < 1e-6
+        assert error(layers(x), torch.full((1, 16), 16.5, device=here())) < 1e-6
 
 
 def test_a_state_dict_from_before_the_first_forward_is_the_weights(ranks: Ranks) -> None:
@@ -114,7 +113,7 @@ def reverted(rank: int) -> None:
     assert all(type(p) is nn.Parameter for p in layers.parameters())
     assert all(map(torch.equal, layers.parameters(), twin.parameters()))
     layers, _ = layers_of(32, 48)
-    fully_shard(nn.Sequential(layers), mesh=init_device_mesh("cpu", (WORLD,)))
+    fully_shard(nn.Sequential(layers), mesh=init_device_mesh(here().type, (WORLD,)))
     with pytest.raises(RuntimeError, match="'0' is sharded, and gathered in FP8"):
         fp8lt.revert(layers)
 
@@ -124,12 +123,12 @@ def test_reverted_nothing_is_left_of_it(ranks: Ranks) -> None:
 
 
 def refuse_shards_of_shards(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(here().type, (WORLD, 1), mesh_dim_names=("data", "tensor"))
     layers, _ = layers_of(32, 48)
     parallelize_module(layers, mesh["tensor"], {"0": ColwiseParallel()})
     fully_shard(layers, mesh=mesh["data"])
     with pytest.raises(RuntimeError, match="tensor-parallel layers are not gathered in FP8: leave"):
-        layers(torch.ones(2, 32))
+        layers(torch.ones(2, 32, device=here()))
 
 
 def test_tensor_parallel_layers_are_refused(ranks: Ranks) -> None:
@@ -139,7 +138,7 @@ def test_tensor_parallel_layers_are_refused(ranks: Ranks) -> None:
 def refuse_in_between(rank: int) -> None:
     layers, _ = layers_of(32, 48)
     shard(layers, reshard=False)
-    layers(torch.ones(1, 32))
+    layers(torch.ones(1, 32, device=here()))
     with pytest.raises(RuntimeError, match="gathered in FP8 just now"):
         layers[0].recipe = "rowwise"
     with torch.no_grad(), pytest.raises(RuntimeError, match="would be lost on a weight that was"):
@@ -157,10 +156,10 @@ def test_a_weight_that_is_not_sharded_may_be_used_as_any_other() -> None:
     nn.utils.vector_to_parameters(2 * vector, layers.parameters())
     assert torch.equal(layers[0].weight.shard, 2 * twin[0].weight)
     with pytest.raises(RuntimeError, match=r"want data \[48, 32\] torch.float32 for a weight"):
-        layers[0].weight.data = torch.ones(3)
-    layers[0].weight.main_grad = torch.zeros(48, 32)
+        layers[0].weight.data = torch.ones(3, device=here())
+    layers[0].weight.main_grad = torch.zeros(48, 32, device=here())
     layers[0].fuse_wgrad_accumulation = True
-    layers(torch.ones(2, 32)).sum().backward()
+    layers(torch.ones(2, 32, device=here())).sum().backward()
     assert layers[0].weight.grad is None
     assert layers[0].weight.main_grad.any()
     with_norm = nn.utils.parametrizations.weight_norm(fp8lt.Linear(32, 48))
