@@ -33,18 +33,21 @@ from .convert import (
     revert,
 )
 from .convert_formats import convert_quantized
+from .convert_report import ConversionReport, LinearReport
 from .fsdp import precompute_float8_dynamic_scale_for_fsdp
 from .linear import linear, quantize_weight
 from .module import Linear, delayed_state_dict, load_delayed_state_dict, reduce_amaxes
 from .ops import is_available
 from .recipe import BlockScaling, DelayedScaling, DynamicScaling, RowwiseScaling
 from .state import DelayedState
+from .tensor_stats import TensorStats, tensor_stats
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockScaling",
     "CastConfig",
+    "ConversionReport",
     "DelayedScaling",
     "DelayedState",
     "DynamicScaling",
@@ -52,9 +55,11 @@ __all__ = [
     "Float8LinearConfig",
     "Float8LinearRecipeName",
     "Linear",
+    "LinearReport",
     "RowwiseScaling",
     "ScalingGranularity",
     "ScalingType",
+    "TensorStats",
     "autotune",
     "convert_quantized",
     "convert_to_float8_training",
@@ -71,6 +76,7 @@ __all__ = [
     "reuse_weights",
     "revert",
     "stats",
+    "tensor_stats",
 ]
 
 build.on_import()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from .config import Float8LinearConfig
+from .convert_report import ConversionReport, lines_of
 from .fsdp import GatheredWeight, gathered_in_fp8, plain, sharded, why_not_in_fp8
 from .module import CONTEXT_STATE, Linear, drop_state
 from .recipe import Recipe, resolve
@@ -26,6 +27,7 @@ def convert_to_float8_training(
     config: Float8LinearConfig | Recipe | str | None = None,
     module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
     convert_subclasses: bool = False,
+    report: ConversionReport | None = None,
 ) -> nn.Module:
     """Turn the `nn.Linear` layers of `module` into `fp8lt.Linear`, in place; return `module`.
 
@@ -43,11 +45,27 @@ def convert_to_float8_training(
             that could be converted; those for which it returns False stay as they are.
         convert_subclasses: also convert subclasses of `nn.Linear`; `forward` becomes
             `fp8lt.Linear`'s until `revert`.
+        report: filled with what became of every linear layer, and why.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
+        >>> model = fp8lt.convert_to_float8_training(model, config="rowwise")
+        >>> model
+        Sequential(
+          (0): Linear(in_features=64, out_features=32, bias=True, recipe=rowwise)
+          (1): ReLU()
+          (2): Linear(in_features=32, out_features=8, bias=True, recipe=rowwise)
+        )
     """
     recipe, converted = _recipe(config), 0
     left: set[str] = set()  # names of subclasses
+    reasons: dict[str, str] = {}  # of layers that stay as they are
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: want an nn.Module, got {type(module).__name__}")
+    if report is not None:
+        if not isinstance(report, ConversionReport):
+            raise TypeError(f"report: want a fp8lt.ConversionReport, got {type(report).__name__}")
+        report.layers = []
     for name, layer in module.named_modules():
         plain: type[nn.Module] = type(layer)
         if not issubclass(plain, nn.Linear):
@@ -57,14 +75,20 @@ def convert_to_float8_training(
             continue
         if plain is not nn.Linear and not convert_subclasses:
             left.add(plain.__name__)
+            reasons[name] = (
+                f"a subclass of nn.Linear, {plain.__name__}: convert_subclasses=True converts it"
+            )
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, name):
+            reasons[name] = "module_filter_fn returned False"
             continue
         layer.__class__ = Linear
         layer.recipe = recipe
         converted += 1
         if plain is not nn.Linear:
             layer._plain_class = plain
+    if report is not None:
+        report.layers = lines_of(module, reasons)
     if isinstance(config, Float8LinearConfig) and config.enable_fsdp_float8_all_gather:
         enable_fsdp_float8_all_gather(module)
     if not converted:

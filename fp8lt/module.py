@@ -116,7 +116,7 @@ class Linear(nn.Linear):
         w_quantized: Quantized | None = None,
     ) -> Tensor:
         recipe = self._recipe
-        state = DelayedState.of(_state_of(self)) if isinstance(recipe, DelayedScaling) else None
+        state = DelayedState.of(amaxes_of(self)) if isinstance(recipe, DelayedScaling) else None
         cache = None if torch.compiler.is_compiling() else self._weight_cache
         if w_quantized is None and cache is not None:
             transposed = torch.is_grad_enabled() and input.requires_grad
@@ -134,10 +134,10 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if _STATE in self._buffers:
-            _state_of(self).zero_()
+            amaxes_of(self).zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
-        before = _state_of(self) if _STATE in self._buffers else None
+        before = amaxes_of(self) if _STATE in self._buffers else None
         super()._apply(fn, recurse)
         if before is not None and self.fp8_state is not before:
             # Its device is new; not its dtype (bfloat16()), nor what it holds (to_empty()).
@@ -153,7 +153,7 @@ class Linear(nn.Linear):
             destination[prefix + "weight"] = plain(weight)
         metadata = getattr(destination, "_metadata", None)
         if _STATE in self._buffers and metadata is not None:
-            metadata[prefix[:-1]][_STATE] = _state_of(self).detach().clone()
+            metadata[prefix[:-1]][_STATE] = amaxes_of(self).detach().clone()
 
     def _load_from_state_dict(
         self,
@@ -169,7 +169,7 @@ class Linear(nn.Linear):
             self.weight = nn.Parameter(again, self.weight.requires_grad)
         if _STATE in self._buffers:
             # With assign=True the weight may have come to another device, from meta for example.
-            self._buffers[_STATE] = _to(_state_of(self), self.weight.device)
+            self._buffers[_STATE] = _to(amaxes_of(self), self.weight.device)
             if _STATE in local_metadata:
                 _restore(self, prefix + _STATE, local_metadata[_STATE])
             elif prefix + "weight" in state_dict and not self.fp8_state.is_meta:
@@ -196,7 +196,7 @@ def delayed_state_dict(module: nn.Module) -> dict[str, Tensor]:
         ['0.fp8_state']
         >>> fp8lt.load_delayed_state_dict(model, saved)
     """
-    return {name: _state_of(m).detach().clone() for name, m in _with_state(module).items()}
+    return {name: amaxes_of(m).detach().clone() for name, m in _with_state(module).items()}
 
 
 def load_delayed_state_dict(module: nn.Module, states: Mapping[str, Tensor]) -> None:
@@ -228,7 +228,7 @@ def reduce_amaxes(module: nn.Module, group: "distributed.ProcessGroup | None" = 
     Example:
         >>> fp8lt.reduce_amaxes(nn.Sequential(fp8lt.Linear(8, 8)))  # no history: no effect
     """
-    states = [_state_of(layer) for layer in _with_state(module).values()]
+    states = [amaxes_of(layer) for layer in _with_state(module).values()]
     if states:
         reduce_over_ranks(states, group)
 
@@ -241,7 +241,7 @@ def _with_state(module: nn.Module) -> dict[str, Linear]:
     }
 
 
-def _state_of(layer: Linear) -> Tensor:
+def amaxes_of(layer: Linear) -> Tensor:
     """Return the state: this rank's own, though `parallelize_module` makes DTensors of buffers."""
     state: Any = layer._buffers[_STATE]
     if type(state).__name__ == "DTensor":
@@ -262,7 +262,7 @@ def _restore(layer: Linear, name: str, saved: Tensor) -> None:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if not layer.fp8_state.is_meta:
-        _state_of(layer).copy_(amaxes)
+        amaxes_of(layer).copy_(amaxes)
 
 
 def _main_grad(weight: Tensor) -> Tensor:

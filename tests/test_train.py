@@ -18,6 +18,8 @@ import gpt
 import train
 import train_config
 import train_text
+from train_parallel import Parallel
+from train_stats import Watch
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {
@@ -47,7 +49,8 @@ def test_the_command_trains_in_fp8_and_ends_with_one_line_of_json(tmp_path: Path
     assert "30/30" in done.stderr  # the progress bar
     assert json.loads((tmp_path / "run.json").read_text()) == report
     assert run["fp8_layers"] == 5
-    assert len(run["train_losses"]) == 30
+    assert len(run["train_losses"]) == len(run["grad_norms"]) == 30
+    assert run["stats"] == []
     assert abs(run["val_loss_start"] - GUESSING) < 0.3  # measured -0.03
     assert run["val_loss_end"] < run["val_loss_start"] - 0.8  # measured -2.2
     assert run["tokens_per_s"] > 0
@@ -72,6 +75,62 @@ def test_the_seed_alone_decides_the_losses(capsys: pytest.CaptureFixture[str]) -
     assert runs[0]["train_losses"] == runs[1]["train_losses"]
     assert runs[0]["val_loss_end"] == runs[1]["val_loss_end"]
     assert runs[0]["train_losses"] != runs[2]["train_losses"]
+
+
+def test_a_run_may_have_a_seed_and_options_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--steps", "4", "--plot", str(tmp_path / "train.png")]
+    runs = run_main(
+        capsys, *few, "--compare", "tensorwise,seed=1,power_of_two_scales=true", "tensorwise,seed=1"
+    )["runs"]  # fmt: skip
+    assert [run["seed"] for run in runs] == [0, 1, 1]
+    assert runs[1]["recipe"] == "tensorwise,seed=1,power_of_two_scales=true"
+    assert len({tuple(run["train_losses"]) for run in runs}) == 3
+    (alone,) = run_main(capsys, *few, "--seed", "1")["runs"]
+    assert alone["train_losses"] == runs[2]["train_losses"]
+
+
+def test_norms_are_those_of_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = torch.randint(256, (4000,), dtype=torch.uint8)
+    config = train_config.Config(32, 1, 2, 16, 4, 3, 0, 1e-3, 1, 4000, clip=1e-3)
+    torch.manual_seed(0)
+    model, parallel = gpt.GPT(32, 1, 2, 16, False), Parallel(torch.device("cpu"))
+    optimizer = train.make_optimizer(model, config, parallel)
+    norms: list[float] = []
+    clip = parallel.clip
+    monkeypatch.setattr(
+        parallel, "clip", lambda *args: norms.append(whole_norm(model)) or clip(*args)
+    )
+    steps = train.train_steps(model, optimizer, text, config, parallel, Watch(None, 0))
+    got = [norm.item() for _, norm in steps]
+    assert got == pytest.approx(norms, rel=1e-5)
+    assert min(got) > 1e-2  # not what is left of it
+
+
+def whole_norm(model: torch.nn.Module) -> float:
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+
+
+def test_statistics_are_taken_now_and_then_and_change_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    few = ["--steps", "6", "--recipe", "delayed", "--plot", str(tmp_path / "train.png")]
+    assert train.main([*TINY, *few, "--compare", "bf16", "--stats", "3"]) == 0
+    out = capsys.readouterr().out
+    fp8, bf16 = json.loads(out.splitlines()[-1])["runs"]
+    assert [taken["step"] for taken in fp8["stats"]] == [3, 6]
+    assert bf16["stats"] == []
+    tensors = fp8["stats"][0]["tensors"]
+    assert len(tensors) == 15  # x, w, dy of five layers
+    assert {t["layer"] for t in tensors if t["tensor"] == "dy"} == {
+        f"blocks.0.{name}" for name in ("qkv", "out", "gate", "up", "down")
+    }
+    assert all(t["calls"] == 1 and t["sqnr"] > 10 for t in tensors)
+    shown = out.split("step 6, the 5 tensors with the lowest SQNR\n")[1].splitlines()
+    assert len(shown[1:6]) == sum("blocks.0." in line for line in shown[1:6]) == 5
+    (alone,) = run_main(capsys, *few)["runs"]
+    assert alone["train_losses"] == fp8["train_losses"]
 
 
 def test_every_recipe_trains_and_can_be_compared(
@@ -125,6 +184,15 @@ def test_a_recipe_that_the_device_lacks_is_refused_before_the_training(
         ("--recipe nonsense", "argument --recipe: recipe: want one of tensorwise, "),
         ("--recipe nonsense", "got 'nonsense'; or bf16"),
         ("--compare nonsense", "argument --compare: recipe: want one of"),
+        ("--compare bf16,seed", "--compare: bf16,seed: want RECIPE,option=value,... with each"),
+        ("--recipe bf16,seed=1,seed=2", "bf16,seed=1,seed=2: want RECIPE,option=value,... with e"),
+        ("--recipe bf16,margin=1", "--recipe: bf16,margin=1: bf16 has no option 'margin'; want se"),
+        ("--recipe rowwise,margin=1", "rowwise has no option 'margin'; want seed or one of fp8_fo"),
+        ("--recipe delayed,margin=x", "--recipe: margin: want an integer, got 'x'"),
+        ("--recipe delayed,margin=99", "--recipe: margin: want an integer of -32 to 32, got 99"),
+        ("--recipe tensorwise,emulate=1", "--recipe: emulate: want true or false, got '1'"),
+        ("--compare bf16,seed=-1", "argument --compare: argument --seed: got -1, want in 0"),
+        ("--stats 0", "argument --stats: got 0, want above 0"),
         ("--json nowhere/run.json", "argument --json: got nowhere/run.json, want a file in"),
         ("--plot curves.txt", "argument --plot: got curves.txt, want a .png, .svg or .pdf"),
     ],

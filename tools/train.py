@@ -33,9 +33,10 @@ from gpt import GPT, loss_of
 from provenance import provenance
 from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
-from train_config import BF16, CONFIG, Config, make_parser, prepare
-from train_parallel import Parallel, latest, load, save, started
+from train_config import BF16, CONFIG, Config, Contender, make_parser, prepare
+from train_parallel import Curves, Parallel, latest, load, save, started
 from train_report import plot, table
+from train_stats import Watch
 from train_text import Text, train_starts, val_starts, windows
 
 REPORT_EVERY = 10  # steps between two looks at the loss; each look waits for the GPU
@@ -45,7 +46,7 @@ class TrainingError(RuntimeError):
     """The run cannot go on."""
 
 
-def convert(model: nn.Module, recipe: str, fp8_head: bool) -> int:
+def convert(model: nn.Module, recipe: Any, fp8_head: bool) -> int:
     """Convert the linear layers in place; return how many are FP8 now. The embedding is no GEMM."""
     if recipe == BF16:
         return 0
@@ -106,23 +107,28 @@ def train_steps(
     text: Tensor,
     config: Config,
     parallel: Parallel,
+    watch: Watch,
     done: int = 0,
-) -> Iterator[Tensor]:
-    """Train from the step `done` on; after each yield the loss of this rank's rows, [] f32."""
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Train from the step `done` on; yield the loss of this rank's rows and the gradient's norm.
+
+    Both are [] f32, on the device.
+    """
     call = parallel.wrapped(model)
     all_starts = train_starts(text, config.seq, config.steps, config.batch, config.seed)
     for step, starts in enumerate(all_starts[done:], done):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
-        with autocast(text.device):
-            loss = loss_of(call, windows(text, parallel.mine(starts), config.seq))
-        loss.backward()
+        with watch.step(model, step + 1):
+            with autocast(text.device):
+                loss = loss_of(call, windows(text, parallel.mine(starts), config.seq))
+            loss.backward()
         parallel.after_backward(model)
-        parallel.clip(model, config.clip)
+        norm = parallel.clip(model, config.clip)
         optimizer.step()
         parallel.after_step(model)
         optimizer.zero_grad()
-        yield loss.detach()
+        yield loss.detach(), norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,21 +142,19 @@ class Keep:
     def wants(self, step: int) -> bool:
         return self.folder is not None and (step == self.last or step % self.every == 0)
 
-    def save(
-        self, step: int, losses: list[float], model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> None:
-        if self.folder is not None and self.wants(step):
-            save(self.folder, step, losses, model, optimizer)
+    def save(self, curves: Curves, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if self.folder is not None and self.wants(len(curves.train_losses)):
+            save(self.folder, curves, model, optimizer)
 
-    def restored(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        """Go on from the newest; return the losses of its steps."""
+    def restored(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Curves:
+        """Go on from the newest; return the curves of its steps."""
         found = latest(self.folder) if self.folder else None
         if found is None:
-            return []
-        _, losses = load(found, model, optimizer)
-        if len(losses) >= self.last:
+            return Curves([], [])
+        curves = load(found, model, optimizer)
+        if len(curves.train_losses) >= self.last:
             raise TrainingError(f"{found} has all {self.last} steps; give another --checkpoint")
-        return losses
+        return curves
 
 
 def check_finite(losses: list[float], first_step: int) -> None:
@@ -164,44 +168,54 @@ def fit(
     optimizer: torch.optim.Optimizer,
     text: Tensor,
     config: Config,
-    recipe: str,
+    label: str,
     parallel: Parallel,
     keep: Keep,
-) -> tuple[list[float], float]:
-    """Train with a progress bar; return the loss of every step, and tokens/s in the second half."""
+    watch: Watch,
+) -> tuple[Curves, float]:
+    """Train with a progress bar; return the curves, and tokens/s in the second half."""
     device, tokens = text.device, config.batch * config.seq
-    losses = keep.restored(model, optimizer)
+    curves = keep.restored(model, optimizer)
     parallel.after_step(model)
-    done = len(losses)
-    pending: list[Tensor] = []
+    done = len(curves.train_losses)
+    pending: list[tuple[Tensor, Tensor]] = []
     half, half_time = done + (config.steps - done) // 2, clock(device)
     last_time = half_time
     with tqdm(
-        total=config.steps, initial=done, desc=recipe, unit="step", dynamic_ncols=True,
+        total=config.steps, initial=done, desc=label, unit="step", dynamic_ncols=True,
         disable=parallel.rank > 0,
     ) as bar:  # fmt: skip
-        steps = train_steps(model, optimizer, text, config, parallel, done)
-        for step, loss in enumerate(steps, done + 1):
-            pending.append(loss)
+        steps = train_steps(model, optimizer, text, config, parallel, watch, done)
+        for step, values in enumerate(steps, done + 1):
+            pending.append(values)
             if step == half:
                 half_time = clock(device)
             if step % REPORT_EVERY and step < config.steps and not keep.wants(step):
                 continue
-            new, pending = parallel.mean(torch.stack(pending)).tolist(), []
-            check_finite(new, len(losses) + 1)
-            losses += new
-            keep.save(step, losses, model, optimizer)
+            losses, norms = map(torch.stack, zip(*pending, strict=True))
+            new, pending = parallel.mean(losses).tolist(), []
+            check_finite(new, len(curves.train_losses) + 1)
+            curves.train_losses.extend(new)
+            curves.grad_norms.extend(norms.tolist())
+            keep.save(curves, model, optimizer)
             now = clock(device)
             speed = tokens * len(new) / (now - last_time)
             last_time = now
             bar.set_postfix_str(f"loss {new[-1]:.3f}, {speed:,.0f} tokens/s", refresh=False)
             bar.update(len(new))
-    return losses, tokens * (config.steps - half) / (clock(device) - half_time)
+    return curves, tokens * (config.steps - half) / (clock(device) - half_time)
 
 
-def run(recipe: str, config: Config, text: Text, parallel: Parallel, keep: Keep) -> dict[str, Any]:
+def run(
+    contender: Contender,
+    config: Config,
+    text: Text,
+    parallel: Parallel,
+    keep: Keep,
+    stats_every: int | None,
+) -> dict[str, Any]:
     """Train one model from scratch; return the measurements."""
-    device = parallel.device
+    device, config = parallel.device, contender.configured(config)
     gc.collect()  # the last run's model, so that it does not count towards this one's memory
     begin = clock(device)  # starts CUDA, which the next lines need
     if device.type == "cuda":
@@ -210,7 +224,8 @@ def run(recipe: str, config: Config, text: Text, parallel: Parallel, keep: Keep)
     torch.manual_seed(config.seed)
     with device:
         model = GPT(config.dim, config.layers, config.heads, config.seq, config.tie)
-    fp8_layers = convert(model, recipe, config.fp8_head)
+    fp8_layers = convert(model, contender.recipe, config.fp8_head)
+    watch = Watch(stats_every if fp8_layers else None, parallel.rank)
     parameters = sum(p.numel() for p in model.parameters())
     parallel.prepare(model)
     # Before any forward: after one, `fully_shard` may leave whole weights in the model.
@@ -219,11 +234,14 @@ def run(recipe: str, config: Config, text: Text, parallel: Parallel, keep: Keep)
         model.compile()
     train, val = text.train.to(device), text.val.to(device)
     val_start = evaluate(model, val, config, parallel)
-    losses, tokens_per_s = fit(model, optimizer, train, config, recipe, parallel, keep)
+    curves, tokens_per_s = fit(
+        model, optimizer, train, config, contender.label, parallel, keep, watch
+    )
     val_end = evaluate(model, val, config, parallel)
     on_cuda = device.type == "cuda"
     return {
-        "recipe": recipe,
+        "recipe": contender.label,
+        "seed": config.seed,
         "fp8_layers": fp8_layers,
         "parameters": parameters,
         "val_loss_start": val_start,
@@ -231,7 +249,8 @@ def run(recipe: str, config: Config, text: Text, parallel: Parallel, keep: Keep)
         "tokens_per_s": tokens_per_s,
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_cuda else None,
         "seconds": clock(device) - begin,
-        "train_losses": losses,
+        **curves._asdict(),
+        "stats": watch.taken,
     }
 
 
@@ -251,7 +270,8 @@ def train(args: argparse.Namespace, config: Config, text: Text, parallel: Parall
         "config": dataclasses.asdict(config),
         "text": text.summary(),
         "runs": [
-            run(recipe, config, text, parallel, keep) for recipe in [args.recipe, *args.compare]
+            run(contender, config, text, parallel, keep, args.stats)
+            for contender in args.contenders
         ],
     }
     if parallel.rank > 0:

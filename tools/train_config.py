@@ -8,6 +8,7 @@ import math
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 from train_parallel import SHARDED_BATCH, WAYS
@@ -66,15 +67,66 @@ PRESETS = {
 }
 
 
-def check_recipe(recipe: str, device: torch.device) -> None:
-    """Raise unless it is bf16 or one of fp8lt's that `device` can run; fp8lt alone knows them."""
-    if recipe == BF16:
-        return
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One run of a command: a recipe, and what it has otherwise than the other runs.
+
+    As text: the recipe's name and, after commas, `seed=N` or options of the recipe, as in
+    "bf16,seed=1" or "tensorwise,fast_accum_grad_input=true".
+    """
+
+    label: str  # the text
+    recipe: Any  # BF16, or one of fp8lt's
+    seed: int | None = None  # None: that of the command
+
+    def configured(self, config: Config) -> Config:
+        return config if self.seed is None else dataclasses.replace(config, seed=self.seed)
+
+
+def contender(text: str, device: torch.device) -> Contender:
+    """Read a contender. Raises ValueError; RuntimeError if `device` lacks what the recipe needs."""
+    name, *options = text.split(",")
+    pairs = [option.partition("=") for option in options]
+    given = {key: value for key, _, value in pairs}
+    if len(given) < len(options) or not all(sign for _, sign, _ in pairs):
+        raise ValueError(f"{text}: want RECIPE,option=value,... with each option once")
+    seed = _parsed("seed", given.pop("seed"), 0) if "seed" in given else None
+    if name == BF16:
+        if given:
+            raise ValueError(f"{text}: {BF16} has no option {next(iter(given))!r}; want seed")
+        return Contender(text, BF16, seed)
     # Imported late: the first import may compile an extension, and bf16 does not need it.
     from fp8lt import ops
     from fp8lt.recipe import resolve
 
-    ops.backend(device, recipe=resolve(recipe).name)
+    try:
+        recipe = resolve(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; or {BF16}") from None
+    have = dataclasses.asdict(recipe)
+    for key in given:
+        if key not in have:
+            raise ValueError(
+                f"{text}: {name} has no option {key!r}; want seed or one of {', '.join(have)}"
+            )
+    parsed = {key: _parsed(key, value, have[key]) for key, value in given.items()}
+    recipe = dataclasses.replace(recipe, **parsed)
+    ops.backend(device, recipe.emulate, recipe.name)
+    return Contender(text, recipe, seed)
+
+
+def _parsed(name: str, value: str, default: Any) -> Any:
+    """Return the value of an option as its default's type."""
+    if isinstance(default, bool):
+        if value not in ("true", "false"):
+            raise ValueError(f"{name}: want true or false, got {value!r}")
+        return value == "true"
+    if isinstance(default, int):
+        try:
+            return int(value)
+        except ValueError:
+            raise ValueError(f"{name}: want an integer, got {value!r}") from None
+    return value
 
 
 def check_config(config: Config) -> None:
@@ -159,8 +211,9 @@ def check_parallel(args: argparse.Namespace, config: Config) -> None:
         raise ValueError(
             "argument --fp8-all-gather: want --parallel fsdp2 and --recipe tensorwise with it"
         )
-    if args.save_every < 1:
-        raise ValueError(f"argument --save-every: got {args.save_every}, want above 0")
+    for flag, value in (("--save-every", args.save_every), ("--stats", args.stats)):
+        if value is not None and value < 1:
+            raise ValueError(f"argument {flag}: got {value}, want above 0")
     if args.checkpoint and args.compare:
         raise ValueError("argument --checkpoint: want no --compare with it, it is of one run")
     if args.checkpoint and args.checkpoint.exists() and not args.checkpoint.is_dir():
@@ -174,19 +227,23 @@ def check_parallel(args: argparse.Namespace, config: Config) -> None:
                 raise ValueError(f"argument --{flag}: got {got}, want {want}, as in {begun}")
 
 
-def check_recipes(args: argparse.Namespace) -> None:
+def choose_contenders(args: argparse.Namespace, config: Config) -> list[Contender]:
+    found = []
     for flag, recipes in (("--recipe", [args.recipe]), ("--compare", args.compare)):
         for recipe in recipes:
             try:
-                check_recipe(recipe, torch.device(args.device))
+                one = contender(recipe, torch.device(args.device))
+                check_config(one.configured(config))
+                found.append(one)
             except ModuleNotFoundError as error:
                 hint = "pip install . or set PYTHONPATH=. in the repository's root"
                 raise ValueError(f"argument {flag}: {error}; {hint}") from error
             except ValueError as error:
-                raise ValueError(f"argument {flag}: {error}; or {BF16}") from error
+                raise ValueError(f"argument {flag}: {error}") from error
             except RuntimeError as error:  # the device lacks what the recipe needs
                 lines = str(error).splitlines()
                 raise ValueError(f"argument {flag}: {recipe}: {lines[0]}") from error
+    return found
 
 
 def make_parser(doc: str) -> argparse.ArgumentParser:
@@ -198,8 +255,10 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     gpu = torch.cuda.is_available()
     parser.add_argument(
-        "--recipe", default="tensorwise", help="bf16, or a recipe of fp8lt: see README's table"
-    )
+        "--recipe", default="tensorwise",
+        help="bf16, or a recipe of fp8lt: see README's table; options of a run may follow, as in "
+        "bf16,seed=1 or tensorwise,fast_accum_grad_input=true",
+    )  # fmt: skip
     parser.add_argument(
         "--compare", nargs="+", default=[], metavar="RECIPE", help="then these, e.g. bf16"
     )
@@ -213,6 +272,10 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--save-every", type=int, default=100, metavar="N", help="steps between two (100)"
     )
+    parser.add_argument(
+        "--stats", type=int, metavar="N",
+        help="every N steps, show the tensors that FP8 hurts most (fp8lt.tensor_stats)",
+    )  # fmt: skip
     parser.add_argument("--data", nargs="+", type=Path, metavar="FILE", help="train on these files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves here")
@@ -238,5 +301,5 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Text]:
     check_parallel(args, config)
     check_outputs(args)
     text = choose_text(args, config)
-    check_recipes(args)
+    args.contenders = choose_contenders(args, config)
     return config, text

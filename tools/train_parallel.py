@@ -16,7 +16,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from gpt import GPT
@@ -70,8 +70,11 @@ class Parallel:
             kinds.setdefault(isinstance(p, DTensor), []).append(p)
         return [{"params": some} for some in kinds.values()]
 
-    def clip(self, model: nn.Module, most: float) -> None:
-        """Scale the gradient so that its norm, over all ranks and parameters, is at most that."""
+    def clip(self, model: nn.Module, most: float) -> Tensor:
+        """Scale the gradient so that its norm, over all ranks and parameters, is at most that.
+
+        Return the norm it had, [] f32.
+        """
         groups = [group["params"] for group in self.groups(model)]
         norms = []
         for some in groups:
@@ -80,6 +83,7 @@ class Parallel:
         total = torch.linalg.vector_norm(torch.stack(norms))
         for some in groups:
             nn.utils.clip_grads_with_norm_(some, most, total)
+        return total
 
     def after_backward(self, model: nn.Module) -> None:
         """Do what has to be done with gradients before they are used."""
@@ -201,17 +205,23 @@ def _histories(model: nn.Module) -> dict[str, Tensor]:
     return fp8lt.delayed_state_dict(model)
 
 
-def save(
-    folder: Path, step: int, losses: list[float], model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> None:  # fmt: skip
+class Curves(NamedTuple):
+    """What a run leaves behind of each of its steps."""
+
+    train_losses: list[float]  # nats per byte
+    grad_norms: list[float]  # of the whole gradient, before it is clipped
+
+
+def save(folder: Path, curves: Curves, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write `folder`/step-N: on all ranks together."""
+    step = len(curves.train_losses)
     part = folder / f"step-{step:08d}.part"
     main = not distributed.is_initialized() or distributed.get_rank() == 0
     if main:
         shutil.rmtree(part, ignore_errors=True)
     _wait()
-    state = {**_state(model, optimizer), "step": step, "losses": torch.tensor(losses)}
+    tensors = {name: torch.tensor(curve) for name, curve in curves._asdict().items()}
+    state = {**_state(model, optimizer), **tensors}
     with _quietly():
         checkpoint.save(state, checkpoint_id=part, no_dist=not distributed.is_initialized())
     _wait()
@@ -240,12 +250,10 @@ def latest(folder: Path) -> Path | None:
     return max(found, default=None)
 
 
-def load(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, list[float]]:  # fmt: skip
-    """Restore what `save` wrote there; return its step, and the losses until then."""
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Curves:
+    """Restore what `save` wrote there; return the curves until then."""
     step = int(path.name.removeprefix("step-"))
-    state = {**_state(model, optimizer), "step": 0, "losses": torch.zeros(step)}
+    state = {**_state(model, optimizer), **{name: torch.zeros(step) for name in Curves._fields}}
     with _quietly():
         checkpoint.load(state, checkpoint_id=path, no_dist=not distributed.is_initialized())
     set_state_dict(
@@ -256,4 +264,4 @@ def load(
         import fp8lt
 
         fp8lt.load_delayed_state_dict(model, state["histories"])
-    return state["step"], state["losses"].tolist()
+    return Curves(*(state[name].tolist() for name in Curves._fields))

@@ -65,7 +65,7 @@ def draw_run(axis: Any, run: dict[str, Any], index: int, smoothed: list[float]) 
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draw the training losses, and below them how far each run is from the last one."""
+    """Draw the training losses, how far each run is from the last one, and the gradient's norms."""
     import matplotlib
 
     matplotlib.use("Agg")  # a file is wanted, no window
@@ -73,23 +73,33 @@ def plot(report: Report, path: Path) -> None:
 
     runs, config = report["runs"], report["config"]
     curves = [smooth(run["train_losses"], config["steps"] // 40) for run in runs]
-    rows = min(len(runs), 2)
+    gaps = len(runs) > 1
     figure, axes = plt.subplots(
-        rows, 1, figsize=(9, 3 + 1.5 * rows), sharex=True, squeeze=False,
-        height_ratios=[3, 1][:rows], layout="constrained",
+        2 + gaps, 1, figsize=(9, 6 + 1.5 * gaps + len(runs) / 4), sharex=True,
+        height_ratios=[3, *[1] * gaps, 1], layout="constrained",
     )  # fmt: skip
-    top, bottom = axes[0, 0], axes[-1, 0]
+    top, middle, bottom = axes[0], axes[1], axes[-1]
     for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
         draw_run(top, run, i, curve)
     size = f"{runs[0]['parameters'] / 1e6:,.1f} M parameters"
     top.set_title(f"Byte-level GPT, {size}, on {report['device']}")
     top.set_ylabel("loss (nats per byte)")
-    top.legend(title="lines: training loss, smoothed and raw; markers: validation loss")
+    figure.legend(
+        title="lines: training loss, smoothed and raw; markers: validation loss",
+        loc="outside lower center", fontsize="small",
+    )  # fmt: skip
     for i, curve in enumerate(curves[:-1]):
+        if runs[i]["seed"] != runs[-1]["seed"]:
+            continue  # it saw other text in the same step
         gap = [a - b for a, b in zip(curve, curves[-1], strict=True)]
-        bottom.plot(range(1, len(gap) + 1), gap, color=f"C{i}")
-        bottom.axhline(0, color="0.6", linewidth=0.8)
-        bottom.set_ylabel(f"minus {runs[-1]['recipe']}\n(nats, smoothed)")
+        middle.plot(range(1, len(gap) + 1), gap, color=f"C{i}")
+        middle.axhline(0, color="0.6", linewidth=0.8)
+        middle.set_ylabel(f"minus {runs[-1]['recipe']}\n(nats, smoothed)")
+    for i, run in enumerate(runs):
+        norms = smooth(run["grad_norms"], config["steps"] // 40)
+        bottom.plot(range(1, len(norms) + 1), norms, color=f"C{i}", linestyle="--" if i else "-")
+    bottom.set_yscale("log")
+    bottom.set_ylabel("gradient norm\n(smoothed)")
     bottom.set_xlabel(f"step ({config['batch'] * config['seq']:,} tokens)")
     figure.savefig(path, dpi=120)
     plt.close(figure)
