@@ -91,6 +91,30 @@ def test_a_run_may_have_a_seed_and_options_of_its_own(
     assert alone["train_losses"] == runs[2]["train_losses"]
 
 
+def test_a_command_may_add_to_the_report_of_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, few = tmp_path / "first.json", ["--steps=4", f"--plot={tmp_path / 'train.png'}"]
+    before = run_main(capsys, *few, "--compare", "rowwise", "--json", str(first))
+    report = run_main(capsys, *few, "--recipe", "bf16", "--add-to", str(first))
+    assert [run["recipe"] for run in report["runs"]] == ["tensorwise", "rowwise", "bf16"]
+    assert report["runs"][:2] == before["runs"]
+
+    def refused(*flags: str) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            train.main([*TINY, *few, "--add-to", str(first), *flags])
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert refused("--lr=0.5").endswith("first.json has lr 0.01, here it is 0.5")
+    assert refused(f"--checkpoint={tmp_path}").endswith(
+        "want no --add-to with it, it is of one run"
+    )
+    monkeypatch.setenv("GIT_COMMIT", "other")
+    assert refused().endswith("here it is 'other'")
+    first.write_text("[]")
+    assert "first.json is no report" in refused()
+
+
 def test_norms_are_those_of_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     text = torch.randint(256, (4000,), dtype=torch.uint8)
     config = train_config.Config(32, 1, 2, 16, 4, 3, 0, 1e-3, 1, 4000, clip=1e-3)

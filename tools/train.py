@@ -259,8 +259,14 @@ def train(args: argparse.Namespace, config: Config, text: Text, parallel: Parall
     if args.checkpoint and parallel.rank == 0:
         args.checkpoint.mkdir(parents=True, exist_ok=True)
         (args.checkpoint / CONFIG).write_text(json.dumps(dataclasses.asdict(config)) + "\n")
+    origin = provenance(parallel.device)
+    done = [
+        run(contender, config, text, parallel, keep, args.stats) for contender in args.contenders
+    ]
+    if parallel.rank > 0:
+        return
     report = {
-        **provenance(parallel.device),
+        **origin,
         "preset": args.preset,
         "parallel": {
             "way": parallel.way,
@@ -269,13 +275,8 @@ def train(args: argparse.Namespace, config: Config, text: Text, parallel: Parall
         },
         "config": dataclasses.asdict(config),
         "text": text.summary(),
-        "runs": [
-            run(contender, config, text, parallel, keep, args.stats)
-            for contender in args.contenders
-        ],
+        "runs": [*args.earlier, *done],
     }
-    if parallel.rank > 0:
-        return
     print(table(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import provenance
 from train_parallel import SHARDED_BATCH, WAYS
 from train_text import Text, read_text, stdlib_files
 
@@ -64,6 +65,7 @@ SAME_RUN = ("dim", "layers", "heads", "tie", "seq", "batch", "seed", "max_bytes"
 PRESETS = {
     "cpu": Config(128, 4, 2, 128, 16, 240, 20, 2e-3, 8, 4_000_000),
     "gpu": Config(2048, 8, 16, 1024, 16, 300, 50, 3e-4, 8, 16_000_000),
+    "study": Config(1024, 8, 16, 1024, 16, 2000, 200, 6e-4, 16, 16_000_000),
 }
 
 
@@ -214,8 +216,9 @@ def check_parallel(args: argparse.Namespace, config: Config) -> None:
     for flag, value in (("--save-every", args.save_every), ("--stats", args.stats)):
         if value is not None and value < 1:
             raise ValueError(f"argument {flag}: got {value}, want above 0")
-    if args.checkpoint and args.compare:
-        raise ValueError("argument --checkpoint: want no --compare with it, it is of one run")
+    if args.checkpoint and (args.compare or args.add_to):
+        flag = "--compare" if args.compare else "--add-to"
+        raise ValueError(f"argument --checkpoint: want no {flag} with it, it is of one run")
     if args.checkpoint and args.checkpoint.exists() and not args.checkpoint.is_dir():
         raise ValueError(f"argument --checkpoint: got {args.checkpoint}, want a folder")
     begun = args.checkpoint / CONFIG if args.checkpoint else None
@@ -225,6 +228,32 @@ def check_parallel(args: argparse.Namespace, config: Config) -> None:
             if (got := getattr(config, name)) != before[name]:
                 flag, want = name.replace("_", "-"), before[name]
                 raise ValueError(f"argument --{flag}: got {got}, want {want}, as in {begun}")
+
+
+def earlier_runs(args: argparse.Namespace, config: Config, text: Text) -> list[dict[str, Any]]:
+    """Return the runs of the report that the command adds to; they must be of the same training."""
+    if not args.add_to:
+        return []
+    try:
+        report = json.loads(args.add_to.read_text())
+        runs: list[dict[str, Any]] = report["runs"]
+        before = {**report["config"], "text": report["text"], **parts_of(report)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"argument --add-to: {args.add_to} is no report: {error!r}") from error
+    here = parts_of(provenance(torch.device(args.device)))
+    now = {**dataclasses.asdict(config), "text": text.summary(), **here}
+    for name, value in now.items():
+        if value != before.get(name):
+            raise ValueError(
+                f"argument --add-to: {args.add_to} has {name} {before.get(name)!r}, here it is "
+                f"{value!r}"
+            )
+    return runs
+
+
+def parts_of(report: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a report's origin has to be the same for its runs to be compared."""
+    return {name: report[name] for name in ("device", "torch", "cuda", "commit")}
 
 
 def choose_contenders(args: argparse.Namespace, config: Config) -> list[Contender]:
@@ -277,6 +306,10 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
         help="every N steps, show the tensors that FP8 hurts most (fp8lt.tensor_stats)",
     )  # fmt: skip
     parser.add_argument("--data", nargs="+", type=Path, metavar="FILE", help="train on these files")
+    parser.add_argument(
+        "--add-to", type=Path, metavar="FILE",
+        help="the JSON of an earlier command with the same flags: its runs come first",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves here")
     for field in dataclasses.fields(Config):
@@ -302,4 +335,5 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Text]:
     check_outputs(args)
     text = choose_text(args, config)
     args.contenders = choose_contenders(args, config)
+    args.earlier = earlier_runs(args, config, text)
     return config, text
