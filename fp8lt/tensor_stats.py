@@ -135,8 +135,9 @@ def _measure(v: Tensor, q: ops.Quantized) -> tuple[Tensor, Tensor]:
     scale_inv = _scale_inv(q, rows, cols)  # [R or 1, blocks or 1]
     width = BLOCK if scale_inv.shape[1] > 1 else cols
     sums, amax = v.new_zeros(7, dtype=torch.float64), v.new_zeros((), dtype=torch.float32)
-    for some in torch.arange(rows, device="cpu").split(max(1, _CHUNK // cols)):
-        part = slice(int(some[0]), int(some[-1]) + 1)
+    step = max(1, _CHUNK // cols)
+    for first in range(0, rows, step):
+        part = slice(first, min(first + step, rows))
         inv = scale_inv[part if len(scale_inv) > 1 else slice(None)]
         real = _in_blocks(v[part].float(), width)
         fp8 = _in_blocks(q.data[part, :cols].float(), width)
@@ -239,30 +240,30 @@ class _Watch:
 
     def hooks(self) -> Iterator[RemovableHandle]:
         yield self.layer.register_forward_pre_hook(self._before, with_kwargs=True)
-        yield self.layer.register_forward_hook(self._after, with_kwargs=True)
+        # First: others may send y to other ranks, or put it together.
+        yield self.layer.register_forward_hook(self._after, with_kwargs=True, prepend=True)
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = _input(args, kwargs)
+        x, weight = _local(_input(args, kwargs)), self.layer.weight
         recomputed = torch._C._current_graph_task_id() != -1
-        if x is None or self.layer._fp8_disabled or recomputed or _is_capturing(x):
+        if recomputed or self.layer._fp8_disabled or not _can_be_measured(x):
             return
-        weight = self.layer.weight
         with torch.no_grad():
             kind = x.device.type
             if torch.is_autocast_enabled(kind):  # as `linear` does
                 x = x.to(torch.get_autocast_dtype(kind))
-            x = x.reshape(-1, x.shape[-1])
+            x = _matrix(x)
             self.sums["x"].add(x, operands.quantize_x(x, **self._how("x", x)))
             if isinstance(weight, GatheredWeight):
                 return
-            w = _local(plain(weight))
+            w = _local(plain(weight)).detach()
             q = operands.quantize_w(w, **self._how("w", w))
             self.sums["w"].add(w, q)
             self.fold = operands.columns(q).fold
 
     def _after(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
         x, layer = _input(args, kwargs), self.layer
-        if x is None or layer._fp8_disabled or not y.requires_grad:
+        if layer._fp8_disabled or not y.requires_grad:
             return
         # In FP8 for dx and, but in one recipe, for dw.
         dw_in_fp8 = layer.weight.requires_grad and not operands.keeps_x(layer.recipe)
@@ -271,10 +272,10 @@ class _Watch:
 
     def _backward(self, dy: Tensor) -> None:
         dy = _local(dy)
-        if _is_capturing(dy):
+        if not _can_be_measured(dy):
             return
         with torch.no_grad():
-            dy = dy.reshape(-1, dy.shape[-1])
+            dy = _matrix(dy)
             q = operands.quantize_dy(
                 dy, row_major=True, fold_cols=self.fold, fold_rows=None, sums_dtype=None,
                 **self._how("dy", dy),
@@ -291,21 +292,24 @@ class _Watch:
         return {"recipe": recipe, "history": history, "transposed": False, "emulated": emulated}
 
 
-def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return x, this rank's part of it; None where there is nothing to measure, or it is wrong."""
-    x = args[0] if args else kwargs.get("input")
-    if not isinstance(x, Tensor) or x.dim() < 1 or x.is_meta or x.dtype not in ops.REAL_DTYPES:
-        return None
-    return _local(x)
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs.get("input")
 
 
-def _local(t: Any) -> Tensor:
-    local: Tensor = t._local_tensor if type(t).__name__ == "DTensor" else t
-    return local.detach() if local.requires_grad and not torch.is_grad_enabled() else local
+def _local(t: Any) -> Any:
+    """Return this rank's part of a DTensor."""
+    return t._local_tensor if type(t).__name__ == "DTensor" else t
 
 
-def _is_capturing(t: Tensor) -> bool:
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+def _can_be_measured(t: Any) -> bool:
+    """Say whether there is something to measure; what is wrong with it, the layer says better."""
+    if not isinstance(t, Tensor) or t.dim() < 1 or t.is_meta or t.dtype not in ops.REAL_DTYPES:
+        return False
+    return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _matrix(t: Tensor) -> Tensor:
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 # ----------------------------------------------------------------------------------- for people

@@ -13,7 +13,12 @@ from fsdp_models import layers_of, shard
 from ranks import WORLD, Ranks, here
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import fp8lt
@@ -146,6 +151,13 @@ def test_zeros_and_nothing_hurt_nobody(on: torch.device) -> None:
     assert math.isnan(found["x"].row_sqnr)
     assert found["x"] not in stats.worst()
     assert found["dy"] in stats.worst()
+    for k, n in ((0, 16), (16, 0)):
+        layer = fp8lt.Linear(k, n, device=on)
+        with fp8lt.tensor_stats(layer) as stats:
+            layer(torch.ones(3, k, device=on, requires_grad=True)).sum().backward()
+        found = by_tensor(stats)
+        assert [found[t].amax for t in ("x", "w", "dy")] == [float(k > 0), 0, float(n > 0)]
+        assert found["w"] not in stats.worst()
 
 
 # ----------------------------------------------------------------------------------- what is seen
@@ -268,9 +280,22 @@ def split(rank: int) -> None:
     assert found["dy"].amax == 1
 
 
+def by_rows(rank: int) -> None:
+    """What comes out is a part of the rows, dy of the layer is all of them."""
+    mesh = init_device_mesh(here().type, (WORLD,))
+    layer = fp8lt.Linear(48, 32, device=here(), recipe="rowwise_with_gw_hp")
+    layer = parallelize_module(layer, mesh, RowwiseParallel(output_layouts=Shard(0)))
+    x = torch.ones(6, 16, device=here(), requires_grad=True)
+    with fp8lt.tensor_stats(layer) as stats:
+        (layer(x) * (rank + 1)).sum().backward()
+    found = by_tensor(stats)
+    assert found["dy"].amax == WORLD
+
+
 def test_a_rank_measures_what_it_has(ranks: Ranks) -> None:
     ranks.run(gathered)
     ranks.run(split)
+    ranks.run(by_rows)
 
 
 # ----------------------------------------------------------------------------------- for people
