@@ -28,11 +28,26 @@ def test_every_recipe_and_bf16_has_decibels_for_every_pair_of_families(
     assert report["shape"] == {"m": 96, "k": 64, "n": 80}
     assert report["torch"] == torch.__version__
     found = [(row["x"], row["dy"], row["recipe"]) for row in report["rows"]]
-    assert found == [(*pair, name) for pair in numerics.PAIRS for name in ("bf16", *NAMES)]
+    names = ("bf16", *NAMES, *(f"torchao-{name}" for name in numerics.TORCHAO))
+    assert found == [(*pair, name) for pair in numerics.PAIRS for name in names]
+    at = {tuple(row[key] for key in ("x", "dy", "recipe")): row for row in report["rows"]}
     for row in report["rows"]:
         low, high = (50, 60) if row["recipe"] == "bf16" else (15, 60)
         assert all(low < row[name] < high for name in numerics.RESULTS)
         assert any(line.startswith(row["recipe"]) and numerics.cell(row) in line for line in shown)
+        if row["recipe"] in NAMES:
+            assert any(
+                line.startswith(row["recipe"]) and numerics.flushed(row) in line for line in shown
+            )
+            twin = at.get((row["x"], row["dy"], f"torchao-{row['recipe']}"))
+            for name in numerics.RESULTS if twin else ():
+                assert row[name] > twin[name] - 0.3  # measured -0.1 at worst
+        else:
+            assert row["flushed"] is None
+    # An outlier in the tensor takes the rest of the range.
+    outliers = at["token outliers", "gradient-like", "tensorwise"]["flushed"]
+    assert outliers["x"] > 1e-3 > at["Gaussian", "Gaussian", "tensorwise"]["flushed"]["x"]
+    assert outliers["x"] > 5 * at["token outliers", "gradient-like", "rowwise"]["flushed"]["x"]
 
 
 def test_sqnr_is_twenty_decibels_for_a_tenth_of_the_norm() -> None:
@@ -51,6 +66,8 @@ def test_families_have_their_outliers() -> None:
     assert token.abs().mean(0).log().std() < 1 > channel.abs().mean(1).log().std()
     assert 1 <= (element.abs() > 30).sum() <= 40
     assert numerics.drawn("gradient-like", 400, 300, 0).abs().mean() < 1e-2
+    gated = numerics.drawn("SwiGLU", 400, 300, 0).float()
+    assert gated.abs().quantile(0.25) < 0.2 < 10 < gated.abs().max()  # many small, few large
     assert numerics.drawn("Gaussian", 4, 3, 0).equal(numerics.drawn("Gaussian", 4, 3, 0))
 
 
@@ -66,7 +83,7 @@ def test_a_recipe_that_the_device_lacks_is_listed_with_the_reason(
     assert numerics.main(SMALL) == 0
     shown = capsys.readouterr().out.splitlines()
     assert "blockwise: no scales per block" in shown
-    assert any(line.split() == ["blockwise", *"-----"] for line in shown)
+    assert any(line.split() == ["blockwise", *"------"] for line in shown)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Measure how exact every recipe is: the SQNR of y, dx and dw, and of plain bf16, in decibels.
+"""Measure how exact every recipe is, beside bf16 and torchao: the SQNR of y, dx and dw in decibels.
 
     python tools/numerics.py                 # on a GPU, if there is one
     python tools/numerics.py --device cpu --json tools/results/numerics_cpu.json
@@ -13,12 +13,19 @@ that training shows:
     token outliers     every row has one, exp(2 normal)
     channel outliers   every column has one, exp(2 normal)
     element outliers   one element in 10,000 is 100 times larger
+    SwiGLU             silu(2 a) * 2 b of normal a and b: what goes into an MLP's second layer
+
+A second table has the share of the elements of x and dy that are not zero and become zero in FP8,
+in the rows that y and dx take (`fp8lt.tensor_stats`). Nothing saturates here: the scales are the
+tensors' own. Without a GPU torchao emulates, too.
 
 The last line of stdout is the same and more as one JSON document. A recipe that the device lacks is
 listed with the reason. Exit codes: 0 done, 2 a bad argument.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import math
 import sys
@@ -30,6 +37,7 @@ from bench_core import Shape
 from bench_report import aligned
 from provenance import provenance
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 SHAPE = Shape(2048, 1024, 1024)
 PAIRS = [  # families of x and of dy
@@ -38,7 +46,9 @@ PAIRS = [  # families of x and of dy
     ("token outliers", "gradient-like"),
     ("channel outliers", "gradient-like"),
     ("element outliers", "gradient-like"),
+    ("SwiGLU", "gradient-like"),
 ]
+TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 RESULTS = ("y", "dx", "dw")
 
 
@@ -50,6 +60,8 @@ def drawn(family: str, rows: int, cols: int, seed: int) -> Tensor:
         return torch.randn(size, generator=generator)
 
     x = normal(rows, cols)
+    if family == "SwiGLU":
+        x = F.silu(2 * x) * 2 * normal(rows, cols)
     if family == "gradient-like":
         x *= 1e-4 * normal(rows, 1).exp() * normal(1, cols).exp()
     if family == "token outliers":
@@ -66,21 +78,45 @@ def sqnr(want: Tensor, got: Tensor) -> float:
     return 20 * math.log10((want.norm() / (got.double() - want).norm()).item())
 
 
-def decibels(
-    x: Tensor, w: Tensor, dy: Tensor, wants: tuple[Tensor, ...], recipe: str
-) -> dict[str, float]:
-    """Return the SQNR of y, dx and dw of one layer."""
+def layer_of(contender: str, w: Tensor) -> nn.Linear:
+    """Return a layer without bias, with this weight."""
     import fp8lt
 
     n, k = w.shape
     options: dict[str, Any] = {"bias": False, "device": w.device, "dtype": w.dtype}
-    plain = recipe == "bf16"
-    layer = nn.Linear(k, n, **options) if plain else fp8lt.Linear(k, n, **options, recipe=recipe)
+    kind, _, recipe = contender.rpartition("torchao-")
+    if kind or contender == "bf16":
+        layer = nn.Linear(k, n, **options)
+    else:
+        layer = fp8lt.Linear(k, n, **options, recipe=recipe)
     layer.weight.data.copy_(w)
-    x = x.detach().requires_grad_()
-    y = layer(x)
-    got = (y.detach(), *torch.autograd.grad(y, (x, layer.weight), dy))
-    return {name: sqnr(*pair) for name, *pair in zip(RESULTS, wants, got, strict=True)}
+    return by_torchao(layer, recipe) if contender != recipe else layer
+
+
+def by_torchao(layer: nn.Linear, recipe: str) -> nn.Linear:
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise RuntimeError(f"torchao: {error}") from error
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = dataclasses.replace(config, emulate=layer.weight.device.type == "cpu")
+    return convert_to_float8_training(nn.Sequential(layer), config=config)[0]
+
+
+def decibels(
+    x: Tensor, w: Tensor, dy: Tensor, wants: tuple[Tensor, ...], contender: str
+) -> dict[str, Any]:
+    """Return the SQNR of y, dx and dw of one layer; of fp8lt's what is flushed of x and dy, too."""
+    import fp8lt
+
+    layer, x = layer_of(contender, w), x.detach().requires_grad_()
+    ours = isinstance(layer, fp8lt.Linear)
+    with fp8lt.tensor_stats(layer) if ours else contextlib.nullcontext() as stats:
+        y = layer(x)
+        got = (y.detach(), *torch.autograd.grad(y, (x, layer.weight), dy))
+    flushed = {row.tensor: row.flushed for row in stats.rows} if ours else None
+    found = {name: sqnr(*pair) for name, *pair in zip(RESULTS, wants, got, strict=True)}
+    return {**found, "flushed": flushed}
 
 
 def measure(device: torch.device, shape: Shape) -> list[dict[str, Any]]:
@@ -94,28 +130,38 @@ def measure(device: torch.device, shape: Shape) -> list[dict[str, Any]]:
         x, w, dy = (t.to(device) for t in (x, w, dy))
         exact = [t.double() for t in (x, w, dy)]
         wants = exact[0] @ exact[1].t(), exact[2] @ exact[1], exact[2].t() @ exact[0]
-        for recipe in ("bf16", *NAMES):
+        for recipe in ("bf16", *NAMES, *(f"torchao-{name}" for name in TORCHAO)):
             row: dict[str, Any] = {"x": of_x, "dy": of_dy, "recipe": recipe, "reason": None}
             try:
                 row |= decibels(x, w, dy, wants, recipe)
             except RuntimeError as error:  # the device lacks what the recipe needs
-                row |= dict.fromkeys(RESULTS) | {"reason": str(error).splitlines()[0]}
+                nothing = dict.fromkeys((*RESULTS, "flushed"))
+                row |= nothing | {"reason": str(error).splitlines()[0]}
             rows.append(row)
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return recipes x families, y, dx and dw in each cell, then why anything is missing."""
+    """Return recipes x families: decibels, what is flushed, and why anything is missing."""
     at = {(row["recipe"], row["x"], row["dy"]): row for row in rows}
     lines = [("x / dy; y dx dw in dB", *(f"{of_x} / {of_dy}" for of_x, of_dy in PAIRS))]
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     lines += [(recipe, *(cell(at[(recipe, *pair)]) for pair in PAIRS)) for recipe in recipes]
+    ours = [recipe for recipe in recipes if any(at[(recipe, *pair)]["flushed"] for pair in PAIRS)]
+    shares = [("flushed; x dy in %", *lines[0][1:])]
+    shares += [(recipe, *(flushed(at[(recipe, *pair)]) for pair in PAIRS)) for recipe in ours]
     reasons = {row["reason"]: row["recipe"] for row in rows if row["reason"]}
-    return "\n".join([*aligned(lines), *(f"{name}: {why}" for why, name in reasons.items())])
+    why = [f"{name}: {reason}" for reason, name in reasons.items()]
+    return "\n".join([*aligned(lines), "", *aligned(shares), *why])
 
 
 def cell(row: dict[str, Any]) -> str:
     return "-" if row["reason"] else " ".join(f"{row[name]:.1f}" for name in RESULTS)
+
+
+def flushed(row: dict[str, Any]) -> str:
+    shares = row["flushed"] or {}
+    return " ".join(f"{100 * shares[name]:.2f}" for name in ("x", "dy") if name in shares) or "-"
 
 
 def main(argv: list[str] | None = None) -> int:
