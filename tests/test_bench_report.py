@@ -103,6 +103,19 @@ def test_everybody_is_measured_once_a_round_and_nobody_always_after_the_same() -
     assert order_of(6)[:40] == order  # the same in every run
 
 
+def test_what_is_late_ends_after_a_few_whole_rounds() -> None:
+    def rounds_of(late_after: int) -> int:
+        done: list[str] = []
+        entries = [
+            bench_timing.Entry(name, lambda name=name: done.append(name) or 1.0) for name in "ab"
+        ]
+        bench_timing.run_rounds(entries, 9, list, lambda: len(done) > late_after)
+        assert len({len(entry.rounds_us) for entry in entries}) == 1
+        return len(entries[0].rounds_us)
+
+    assert [rounds_of(n) for n in (0, 9, 99)] == [bench_timing.LEAST_ROUNDS, 5, 9]
+
+
 def test_errors_are_relative_and_not_a_number_is_an_error() -> None:
     want = torch.tensor([3.0, 4.0])
     assert bench_timing.relative_error(want, torch.tensor([3.0, 4.5])) == pytest.approx(0.1)

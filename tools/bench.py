@@ -20,6 +20,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -37,7 +38,7 @@ from bench_peers import INFERENCE, TRAINING, versions
 from bench_plot import plot
 from bench_report import mode_report
 from bench_targets import judge
-from bench_timing import LOOP, Timer, reason
+from bench_timing import LEAST_ROUNDS, LOOP, Timer, reason
 from provenance import provenance
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -88,6 +89,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="keep everything here, too")
     add("--plot", type=Path, metavar="FILE", help="draw the result of `layer` here")
     add("--rounds", type=positive, default=ROUNDS, metavar="N", help=f"default {ROUNDS}")
+    add("--within", type=positive, metavar="SECONDS",
+        help=f"after so long, {LEAST_ROUNDS} rounds are enough for what is left")  # fmt: skip
     add("--shapes", nargs="+", type=shape, metavar="MxKxN",
         help="tokens x in x out, in place of each mode's own; `quantize` takes M and K; `model` "
         "and `step` have their own sizes")  # fmt: skip
@@ -143,6 +146,7 @@ def start(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
         "method": {
             **bench.timer.method(),
             "rounds": args.rounds,
+            "within_s": args.within,
             "calls_per_run": {"layer": LOOP, "model": 1, "step": 1},
             "runs_per_round": {
                 "layer": bench_core.RUNS,
@@ -192,7 +196,8 @@ def measure(args: argparse.Namespace) -> None:
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     names = set(args.contenders) if args.contenders else None
     importlib.import_module("fp8lt").autotune(False)  # whatever FP8LT_AUTOTUNE says
-    bench = Bench(device, args.rounds, Timer(device), args.shapes, names, args.autotune)
+    end = time.monotonic() + (args.within or math.inf)
+    bench = Bench(device, args.rounds, Timer(device), args.shapes, names, args.autotune, end)
     report = start(args, bench)
     gpu = report["device"]
     print(f"{gpu}, torch {report['torch']}, {report['versions']}, {args.rounds} rounds")

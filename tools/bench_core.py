@@ -1,7 +1,9 @@
 """What all modes of the benchmark share: settings, contenders to run, rows of results, ratios."""
 
 import gc
+import math
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -48,6 +50,7 @@ class Bench:
     shapes: list[Shape] | None = None  # None: each mode's own
     names: set[str] | None = None  # None: all contenders
     autotune: bool = False  # --autotune
+    end: float = math.inf  # by time.monotonic
     bar: Any = field(default_factory=lambda: tqdm(disable=True))
 
     def choose(self, contenders: Sequence[Any]) -> tuple[list[Any], dict[str, str]]:
@@ -70,6 +73,9 @@ class Bench:
     def wants_autotuned(self) -> bool:
         """Say whether fp8lt is also to be measured with its kernels chosen by time."""
         return self.autotune or "fp8lt" + AUTOTUNED in (self.names or ())
+
+    def is_late(self) -> bool:
+        return time.monotonic() > self.end
 
     def expect(self, measurements: int) -> None:
         """Tell the progress bar how many measurements will come, each in every round."""

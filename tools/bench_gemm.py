@@ -92,7 +92,7 @@ def measure_gemm(
             entry.failure = reason(error)
         wrongs[contender] = wrong(errors[contender], BOUNDS)
         entries.append(entry)
-    run_rounds([e for e in entries if not wrongs[e.name]], bench.rounds, bench.tick)
+    run_rounds([e for e in entries if not wrongs[e.name]], bench.rounds, bench.tick, bench.is_late)
     rows = [
         make_row(str(shape), name, e.name, errors[e.name], e.rounds_us,
                  failure=e.failure, wrong=wrongs[e.name])

@@ -158,7 +158,7 @@ def measure_phase(
         if made.layer is not None and made.good(phase.backward):
             measure = partial(measure_layer, bench, case, made.layer, phase)
             entries[made.name] = Entry(made.name, measure)
-    run_rounds([*entries.values(), *extra], bench.rounds, bench.tick)
+    run_rounds([*entries.values(), *extra], bench.rounds, bench.tick, bench.is_late)
     bench.tick((len(all_made) - len(entries)) * bench.rounds)
     rows = []
     for made in all_made:

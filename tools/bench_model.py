@@ -145,7 +145,12 @@ def measure_pair(work: Workload, base: Prepared, made: Prepared, case: str) -> t
         work.entry(one) if not one.failure and not one.wrong else None for one in (base, made)
     ]
     work.bench.say(made.name)
-    run_rounds([entry for entry in entries if entry], work.bench.rounds, work.bench.tick)
+    run_rounds(
+        [entry for entry in entries if entry],
+        work.bench.rounds,
+        work.bench.tick,
+        work.bench.is_late,
+    )
     for one, entry in zip((base, made), entries, strict=True):
         if entry and not entry.failure:
             one.parts = model_parts(work.bench, work.call(one), RUNS)

@@ -104,7 +104,7 @@ def measure_matrix(
         entries.append(entry)
     wrongs = [wrong(errors, BOUNDS) for errors in all_errors]
     good = [entry for entry, why in zip(entries, wrongs, strict=True) if why is None]
-    run_rounds([*good, copy], bench.rounds, bench.tick)
+    run_rounds([*good, copy], bench.rounds, bench.tick, bench.is_late)
     bench.tick((len(entries) - len(good)) * bench.rounds)
     found = []
     for kind, entry, errors, why in zip(kinds, entries, all_errors, wrongs, strict=True):

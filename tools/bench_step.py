@@ -261,7 +261,7 @@ def measure_case(work: Workload, variants: list[Variant]) -> list[Row]:
         if not made.failure and not made.wrong
     }
     work.bench.say(variants[0].case)
-    run_rounds(list(entries.values()), work.bench.rounds, work.bench.tick)
+    run_rounds(list(entries.values()), work.bench.rounds, work.bench.tick, work.bench.is_late)
     for made in all_made:
         entry = entries.get(made.variant.name)
         if entry and not entry.failure:

@@ -33,6 +33,7 @@ LOOP = 3  # calls of a timed loop; the cache is cold for the first, and full of 
 # A layer is timed for so long, however many runs that takes: what the host does to a small one in a
 # few milliseconds says little.
 LEAST_MS = 20.0
+LEAST_ROUNDS = 3
 HOST_BURSTS, HOST_CALLS = 5, 10  # few calls a burst: a full launch queue would stall the host
 
 # What is timed. "layer": device time of a call in a short loop, another one before it: a host that
@@ -143,10 +144,20 @@ class Entry:
     failure: str | None = None
 
 
-def run_rounds(entries: Sequence[Entry], rounds: int, tick: Callable[[], Any]) -> None:
-    """Measure every entry once a round, in an order drawn anew: the same orders in every run."""
+def run_rounds(
+    entries: Sequence[Entry],
+    rounds: int,
+    tick: Callable[[], Any],
+    is_late: Callable[[], bool] = lambda: False,
+) -> None:
+    """Measure every entry once a round, in an order drawn anew: the same orders in every run.
+
+    Once `is_late`, a round is the last after `LEAST_ROUNDS`.
+    """
     draw = random.Random(0)
-    for _ in range(rounds):
+    for done in range(rounds):
+        if done >= LEAST_ROUNDS and is_late():
+            break
         for entry in draw.sample(entries, len(entries)):
             if entry.failure is None:
                 try:
