@@ -54,6 +54,18 @@ def test_every_way_goes_on_from_a_checkpoint_of_one_process(
     assert got["grad_norms"][:4] == want["grad_norms"][:4]
     assert got["grad_norms"][4:] == pytest.approx(want["grad_norms"][4:], rel=0.05)
     assert got["parameters"] == want["parameters"]
+    told = got["parallel"]
+    assert (told["way"], told["ranks"]) == (way.split()[0], 2)
+    assert told["fp8_all_gather"] == ("--fp8-all-gather" in way)
+    # The weights of the blocks' linears, for forward and for backward; the rest is gathered once.
+    inside = 2 * 2 * (4 * 64 * 64 + 3 * 64 * 192)
+    gathered = told["gathered_bytes_per_step"]
+    if told["way"] != "fsdp2":
+        assert gathered is None
+    elif told["fp8_all_gather"]:
+        assert inside < gathered < 1.5 * inside
+    else:
+        assert 2 * inside < gathered < 2.5 * inside
     for ours, theirs in zip(got["train_losses"][4:], want["train_losses"][4:], strict=True):
         assert abs(ours - theirs) < 2e-3  # measured 5e-4; a step changes it by 0.1 to 0.8
     assert abs(got["val_loss_end"] - want["val_loss_end"]) < 1e-3  # measured 2e-4

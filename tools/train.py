@@ -172,13 +172,17 @@ def fit(
     parallel: Parallel,
     keep: Keep,
     watch: Watch,
-) -> tuple[Curves, float]:
-    """Train with a progress bar; return the curves, and tokens/s in the second half."""
+) -> tuple[Curves, float, float]:
+    """Train with a progress bar.
+
+    Return the curves, tokens/s in the second half, and the bytes that a step gathers.
+    """
     device, tokens = text.device, config.batch * config.seq
     curves = keep.restored(model, optimizer)
     parallel.after_step(model)
     done = len(curves.train_losses)
     pending: list[tuple[Tensor, Tensor]] = []
+    gathered = parallel.gathered_bytes
     half, half_time = done + (config.steps - done) // 2, clock(device)
     last_time = half_time
     with tqdm(
@@ -203,7 +207,8 @@ def fit(
             last_time = now
             bar.set_postfix_str(f"loss {new[-1]:.3f}, {speed:,.0f} tokens/s", refresh=False)
             bar.update(len(new))
-    return curves, tokens * (config.steps - half) / (clock(device) - half_time)
+    speed = tokens * (config.steps - half) / (clock(device) - half_time)
+    return curves, speed, (parallel.gathered_bytes - gathered) / (config.steps - done)
 
 
 def run(
@@ -234,7 +239,7 @@ def run(
         model.compile()
     train, val = text.train.to(device), text.val.to(device)
     val_start = evaluate(model, val, config, parallel)
-    curves, tokens_per_s = fit(
+    curves, tokens_per_s, gathered = fit(
         model, optimizer, train, config, contender.label, parallel, keep, watch
     )
     val_end = evaluate(model, val, config, parallel)
@@ -242,6 +247,7 @@ def run(
     return {
         "recipe": contender.label,
         "seed": config.seed,
+        "parallel": parallel.facts(gathered),
         "fp8_layers": fp8_layers,
         "parameters": parameters,
         "val_loss_start": val_start,
@@ -268,11 +274,6 @@ def train(args: argparse.Namespace, config: Config, text: Text, parallel: Parall
     report = {
         **origin,
         "preset": args.preset,
-        "parallel": {
-            "way": parallel.way,
-            "ranks": parallel.world,
-            "fp8_all_gather": parallel.fp8_all_gather,
-        },
         "config": dataclasses.asdict(config),
         "text": text.summary(),
         "runs": [*args.earlier, *done],

@@ -209,7 +209,8 @@ def check_parallel(args: argparse.Namespace, config: Config) -> None:
         raise ValueError(
             f"argument --heads: got {config.heads}, want a multiple of the {world} processes"
         )
-    if args.fp8_all_gather and (args.parallel != "fsdp2" or args.recipe != "tensorwise"):
+    recipes = {text.split(",")[0] for text in (args.recipe, *args.compare)}
+    if args.fp8_all_gather and (args.parallel != "fsdp2" or recipes - {"tensorwise", BF16}):
         raise ValueError(
             "argument --fp8-all-gather: want --parallel fsdp2 and --recipe tensorwise with it"
         )

@@ -10,6 +10,7 @@ way. It is whole once its folder has its last name.
 """
 
 import contextlib
+import functools
 import gc
 import os
 import shutil
@@ -43,10 +44,20 @@ class Parallel:
 
     way: str | None = None
     rank, world = 0, 1
-    fp8_all_gather = False
+    fp8_all_gather = False  # of the model that is prepared
+    gathered_bytes = 0  # by all-gathers so far, a rank's own part with the others'
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def facts(self, gathered: float) -> dict[str, Any]:
+        """Return what the report says of it; `gathered`: bytes in a step."""
+        return {
+            "way": self.way,
+            "ranks": self.world,
+            "fp8_all_gather": self.fp8_all_gather,
+            "gathered_bytes_per_step": gathered if self.way == "fsdp2" else None,
+        }
 
     def prepare(self, model: nn.Module) -> None:
         """Shard a model that is converted and initialised, in place."""
@@ -117,10 +128,14 @@ class FullyShardedDataParallel(DataParallel):
 
     def __init__(self, device: torch.device, fp8_all_gather: bool) -> None:
         super().__init__(device)
-        self.fp8_all_gather = fp8_all_gather
+        self._wants_fp8 = fp8_all_gather
 
     def prepare(self, model: nn.Module) -> None:
         assert isinstance(model, GPT)
+        # Not of a bf16 model, beside which one in FP8 is compared.
+        converted = any(isinstance(m, nn.Linear) and type(m) is not nn.Linear
+                        for m in model.modules())  # fmt: skip
+        self.fp8_all_gather = self._wants_fp8 and converted
         if self.fp8_all_gather:
             import fp8lt
 
@@ -181,12 +196,34 @@ def started(way: str | None, device: str, fp8_all_gather: bool) -> Iterator[Para
     distributed.init_process_group(backend, device_id=where if where.type == "cuda" else None)
     try:
         if way == "fsdp2":
-            yield FullyShardedDataParallel(where, fp8_all_gather)
+            sharded = FullyShardedDataParallel(where, fp8_all_gather)
+            with counted_gathers(sharded):
+                yield sharded
         else:
             yield (DataParallel if way == "ddp" else TensorParallel)(where)
     finally:
         gc.collect()  # what `fully_shard` left: the group's threads end with the last who knows it
         distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def counted_gathers(parallel: Parallel) -> Iterator[None]:
+    """Count the bytes that `fully_shard` gathers."""
+    # It calls one of these, by PyTorch's version, as attributes of the module.
+    names = [n for n in ("all_gather_into_tensor", "all_gather_single") if hasattr(distributed, n)]
+    calls = {name: getattr(distributed, name) for name in names}
+
+    def counting(call: Any, output: Tensor, *args: Any, **options: Any) -> Any:
+        parallel.gathered_bytes += output.nbytes
+        return call(output, *args, **options)
+
+    for name, call in calls.items():
+        setattr(distributed, name, functools.partial(counting, call))
+    try:
+        yield
+    finally:
+        for name, call in calls.items():
+            setattr(distributed, name, call)
 
 
 # ------------------------------------------------------------------------------------- checkpoints

@@ -6,22 +6,34 @@ from typing import Any
 Report = dict[str, Any]
 
 
+def name_of(run: dict[str, Any]) -> str:
+    """Return what a run is called beside others: its recipe, and how ranks shared the work."""
+    parallel = run["parallel"]
+    if parallel["way"] is None:
+        return str(run["recipe"])
+    gather = " with FP8 gathers" if parallel["fp8_all_gather"] else ""
+    return f"{run['recipe']}, {parallel['way']} x {parallel['ranks']}{gather}"
+
+
 def table(report: Report) -> str:
     """Return the table for people, and how each run differs from the last."""
     runs = report["runs"]
-    head = ("recipe", "fp8 layers", "val before", "val after", "tokens/s", "peak GiB", "seconds")
-    rows = [head]
+    head = ["recipe", "fp8 layers", "val before", "val after", "tokens/s", "peak GiB", "seconds"]
+    gathers = any(run["parallel"]["gathered_bytes_per_step"] for run in runs)
+    rows = [[*head, *["gathered MB a step"] * gathers]]
     for run in runs:
         peak = run["peak_memory_bytes"]
-        rows.append((
-            run["recipe"],
+        gathered = run["parallel"]["gathered_bytes_per_step"]
+        rows.append([
+            name_of(run),
             str(run["fp8_layers"]),
             f"{run['val_loss_start']:.4f}",
             f"{run['val_loss_end']:.4f}",
             f"{run['tokens_per_s']:,.0f}",
             "-" if peak is None else f"{peak / 2**30:.1f}",
             f"{run['seconds']:.1f}",
-        ))  # fmt: skip
+            *["-" if gathered is None else f"{gathered / 1e6:,.1f}"] * gathers,
+        ])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
@@ -30,7 +42,7 @@ def table(report: Report) -> str:
         loss = run["val_loss_end"] - runs[-1]["val_loss_end"]
         speed = run["tokens_per_s"] / runs[-1]["tokens_per_s"]
         lines.append(
-            f"{run['recipe']} against {runs[-1]['recipe']}: "
+            f"{name_of(run)} against {name_of(runs[-1])}: "
             f"validation loss {loss:+.4f} nats per byte, speed {speed:.2f}x"
         )
     text = report["text"]
@@ -60,7 +72,7 @@ def draw_run(axis: Any, run: dict[str, Any], index: int, smoothed: list[float]) 
     axis.plot(steps, smoothed, **style)
     axis.plot([0, len(losses)], ends, color=color, linestyle="", **marker)
     speed = f"{run['tokens_per_s']:,.0f} tokens/s"
-    label = f"{run['recipe']}: {speed}, validation loss {run['val_loss_end']:.3f}"
+    label = f"{name_of(run)}: {speed}, validation loss {run['val_loss_end']:.3f}"
     axis.plot([], [], label=label, **style, **marker)
 
 
@@ -94,7 +106,7 @@ def plot(report: Report, path: Path) -> None:
         gap = [a - b for a, b in zip(curve, curves[-1], strict=True)]
         middle.plot(range(1, len(gap) + 1), gap, color=f"C{i}")
         middle.axhline(0, color="0.6", linewidth=0.8)
-        middle.set_ylabel(f"minus {runs[-1]['recipe']}\n(nats, smoothed)")
+        middle.set_ylabel(f"minus {name_of(runs[-1])}\n(nats, smoothed)")
     for i, run in enumerate(runs):
         norms = smooth(run["grad_norms"], config["steps"] // 40)
         bottom.plot(range(1, len(norms) + 1), norms, color=f"C{i}", linestyle="--" if i else "-")
