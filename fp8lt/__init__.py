@@ -25,11 +25,10 @@ from .config import (
     ScalingGranularity,
     ScalingType,
 )
+from .contexts import disable_fp8, reuse_weights, tensor_stats
 from .convert import (
     convert_to_float8_training,
-    disable_fp8,
     enable_fsdp_float8_all_gather,
-    reuse_weights,
     revert,
 )
 from .convert_formats import convert_quantized
@@ -40,7 +39,7 @@ from .module import Linear, delayed_state_dict, load_delayed_state_dict, reduce_
 from .ops import is_available
 from .recipe import BlockScaling, DelayedScaling, DynamicScaling, RowwiseScaling
 from .state import DelayedState
-from .tensor_stats import TensorStats, tensor_stats
+from .tensor_stats import TensorStats
 
 __version__ = "0.1.0"
 

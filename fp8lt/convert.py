@@ -1,24 +1,23 @@
-"""Whole models: convert their `nn.Linear` layers to FP8 and back; what holds inside of a `with`.
+"""Whole models: convert their `nn.Linear` layers to FP8, and back.
 
 Conversion changes a module's class and gives it a recipe, nothing else. So parameters, buffers,
 hooks, names, flags, ties and optimizers made before are the same objects as before, no memory is
 allocated, and checkpoints are those of the plain model.
 """
 
-import contextlib
-import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
 from .config import Float8LinearConfig
 from .convert_report import ConversionReport, lines_of
 from .fsdp import GatheredWeight, gathered_in_fp8, plain, sharded, why_not_in_fp8
 from .module import CONTEXT_STATE, Linear, drop_state
 from .recipe import Recipe, resolve
-from .weight_cache import WeightCache
 
 
 def convert_to_float8_training(
@@ -44,7 +43,8 @@ def convert_to_float8_training(
         module_filter_fn: called with (layer, its qualified name, "" for the root) for every layer
             that could be converted; those for which it returns False stay as they are.
         convert_subclasses: also convert subclasses of `nn.Linear`; `forward` becomes
-            `fp8lt.Linear`'s until `revert`.
+            `fp8lt.Linear`'s until `revert`. Not lazy ones, nor those that are parametrized: their
+            classes make the weight.
         report: filled with what became of every linear layer, and why.
 
     Example:
@@ -73,10 +73,16 @@ def convert_to_float8_training(
         if issubclass(plain, Linear):
             converted += 1
             continue
+        why_not = _cannot_be_converted(layer)
+        if why_not is not None:
+            left.add(plain.__name__)
+            reasons[name] = why_not
+            continue
         if plain is not nn.Linear and not convert_subclasses:
             left.add(plain.__name__)
             reasons[name] = (
-                f"a subclass of nn.Linear, {plain.__name__}: convert_subclasses=True converts it"
+                f"a subclass of nn.Linear, {plain.__module__}.{plain.__qualname__}: "
+                "convert_subclasses=True converts it"
             )
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, name):
@@ -184,66 +190,13 @@ def revert(module: nn.Module) -> nn.Module:
     return module
 
 
-@contextlib.contextmanager
-def disable_fp8(module: nn.Module) -> Iterator[nn.Module]:
-    """Run `module` in high precision inside the `with`, for evaluation; for all threads.
-
-    Every `fp8lt.Linear` in it computes as the plain layer meanwhile. Contexts may nest, and FP8
-    comes back when one is left by an exception.
-
-    Example:
-        >>> model = fp8lt.convert_to_float8_training(nn.Sequential(nn.Linear(8, 8)))
-        >>> x = torch.randn(3, 8)
-        >>> with fp8lt.disable_fp8(model):
-        ...     torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
-        True
-    """
-    layers = [m for m in module.modules() if isinstance(m, Linear)]
-    _count_disabled(layers, +1)
-    try:
-        yield module
-    finally:
-        _count_disabled(layers, -1)
-
-
-_disabling = threading.Lock()
-
-
-def _count_disabled(layers: list[Linear], change: int) -> None:
-    # Counted: contexts of two threads need not end in the order in which they began.
-    with _disabling:
-        for layer in layers:
-            count = vars(layer).get("_fp8_disabled", 0) + change
-            if count > 0:
-                layer._fp8_disabled = count
-            else:  # also where `revert` took the count away meanwhile
-                vars(layer).pop("_fp8_disabled", None)
-
-
-@contextlib.contextmanager
-def reuse_weights(module: nn.Module) -> Iterator[nn.Module]:
-    """Quantise every weight of `module` once inside the `with`, instead of at every call.
-
-    For the micro-batches of one optimizer step, and for inference. It keeps one or two bytes per
-    weight until the `with` is left. A weight that is replaced, or changed in place so that autograd
-    counts it (an optimizer step, `load_state_dict`, `copy_` under `no_grad`), is quantised anew.
-    Not seen is a change in place through `weight.data`, or of memory that is reused behind a
-    parameter (FSDP): leave the `with` for that. Under `torch.compile` nothing is reused.
-
-    Example:
-        >>> model = fp8lt.convert_to_float8_training(nn.Sequential(nn.Linear(8, 8)))
-        >>> with fp8lt.reuse_weights(model):
-        ...     for _ in range(4):
-        ...         model(torch.randn(3, 8)).sum().backward()
-    """
-    layers = [m for m in module.modules() if isinstance(m, Linear) and m._weight_cache is None]
-    for layer in layers:
-        layer._weight_cache = WeightCache()
-    try:
-        yield module
-    finally:
-        for layer in layers:
-            vars(layer).pop("_weight_cache", None)
+def _cannot_be_converted(layer: nn.Module) -> str | None:
+    """Say why a class of its own is needed: another would lose what makes the weight."""
+    if isinstance(layer, LazyModuleMixin):
+        return "its sizes are not known yet: run the model once before"
+    if is_parametrized(layer):
+        return "its parameters are computed: convert before it is parametrized"
+    return None
 
 
 def _recipe(config: Float8LinearConfig | Recipe | str | None) -> Recipe:

@@ -117,10 +117,10 @@ def lines_of(module: nn.Module, reasons: dict[str, str]) -> list[LinearReport]:
     """Return the lines of a model just converted; `reasons` has those of layers left as is."""
     found: list[LinearReport] = []
     notes = _notes(module)
-    attentions = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention)]
+    attentions = [m for m in module.modules() if _reads_weights(m)]
     read = {id(getattr(m, "out_proj", None)) for m in attentions}  # subclasses may lack parts
     for name, m in module.named_modules():
-        if isinstance(m, nn.MultiheadAttention):
+        if isinstance(m, nn.MultiheadAttention) and _reads_weights(m):
             prefix = f"{name}." if name else ""
             for weight, shape in _in_proj(m).items():
                 found.append(LinearReport(prefix + weight, shape, None, _READ))
@@ -136,6 +136,11 @@ def lines_of(module: nn.Module, reasons: dict[str, str]) -> list[LinearReport]:
             else:
                 found.append(LinearReport(name, shape, None, reason))
     return found
+
+
+def _reads_weights(m: nn.Module) -> bool:
+    forward = nn.MultiheadAttention.forward
+    return isinstance(m, nn.MultiheadAttention) and type(m).forward is forward
 
 
 def _in_proj(m: nn.MultiheadAttention) -> dict[str, tuple[int, int]]:
@@ -154,14 +159,18 @@ def _notes(module: nn.Module) -> dict[int, str]:
     """Return what is to be known of linear layers in FP8, by the ids of the layers."""
     users: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, m in module.named_modules():
-        for parameter in m._parameters.values():
+        for _, parameter in m.named_parameters(recurse=False, remove_duplicate=False):
             users.setdefault(id(parameter), []).append((name, m))
     notes: dict[int, list[str]] = {}
     for m in module.modules():
         if isinstance(m, nn.TransformerEncoderLayer):
             for part in ("linear1", "linear2"):
                 notes.setdefault(id(getattr(m, part, None)), []).append(_FUSED)
-        weight = m._parameters.get("weight")
+        if isinstance(m, Linear) and (
+            "forward" in vars(m) or type(m).forward is not Linear.forward
+        ):
+            notes.setdefault(id(m), []).append("it has a forward of its own, which may not use FP8")
+        weight = dict(m.named_parameters(recurse=False)).get("weight")
         if isinstance(m, nn.Linear) and weight is not None:
             others = [
                 f"{name or _ROOT} ({type(other).__name__})"

@@ -29,10 +29,11 @@ from .linear import run
 from .ops import Quantized
 from .recipe import DelayedScaling, Recipe, resolve
 from .state import DelayedState, reduce_over_ranks, resized, zeros
+from .tensor_stats import Watch
 from .weight_cache import WeightCache
 
 _STATE = "fp8_state"  # the buffer of delayed scaling, and its name in metadata
-CONTEXT_STATE = ("_fp8_disabled", "_weight_cache", PRECOMPUTED)
+CONTEXT_STATE = ("_fp8_disabled", "_weight_cache", "_watches", PRECOMPUTED)
 
 
 class Linear(nn.Linear):
@@ -59,6 +60,7 @@ class Linear(nn.Linear):
     _plain_class: type[nn.Linear] = nn.Linear  # what `revert` turns this module into
     _fp8_disabled = 0  # counted on the instance, by `disable_fp8` alone
     _weight_cache: "WeightCache | None" = None  # likewise by `reuse_weights`
+    _watches: tuple[Watch, ...] = ()  # likewise by `tensor_stats`
 
     def __init__(
         self,
@@ -117,12 +119,26 @@ class Linear(nn.Linear):
     ) -> Tensor:
         recipe = self._recipe
         state = DelayedState.of(amaxes_of(self)) if isinstance(recipe, DelayedScaling) else None
-        cache = None if torch.compiler.is_compiling() else self._weight_cache
+        is_eager = not torch.compiler.is_compiling()
+        cache = self._weight_cache if is_eager else None
         if w_quantized is None and cache is not None:
             transposed = torch.is_grad_enabled() and input.requires_grad
             w_quantized = cache.get(weight, recipe, transposed, state)
         main_grad = _main_grad(weight) if self.fuse_wgrad_accumulation else None
-        return run(input, weight, bias, w_quantized, recipe, None, state, main_grad)
+        args = (input, weight, bias, w_quantized, recipe, None, state, main_grad)
+        if is_eager and self._watches:
+            return self._watched(*args)
+        return run(*args)
+
+    def _watched(self, *args: Any) -> Tensor:
+        x, w, _, w_quantized, recipe, _, state, _ = args
+        amaxes = None if state is None else state.amaxes
+        calls = [watch.begin(x, w, w_quantized, recipe, amaxes) for watch in self._watches]
+        y = run(*args)
+        for call in calls:
+            if call is not None:
+                call.end(y)
+        return y
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         if self._plain_class is nn.Linear:

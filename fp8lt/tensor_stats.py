@@ -18,23 +18,21 @@ too far apart for its recipe, or its scale is old.
 
 import contextlib
 import math
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import operands, ops
 from .emulate import BLOCK, Scaling, blocks
 from .fsdp import GatheredWeight, plain
-from .module import Linear, amaxes_of
-from .recipe import DelayedScaling
+from .recipe import Recipe
 from .state import History
 
-_CHUNK = 1 << 22  # elements that are looked at together: some 100 MB of memory meanwhile
+_CHUNK = 1 << 22  # elements that are looked at together: some 200 MB of memory meanwhile
 _ROLES = ("x", "w", "dy")
 
 
@@ -83,7 +81,8 @@ class TensorStats:
 
 
 def _hurt(row: TensorStat) -> tuple[bool, float]:
-    return row.non_finite == 0, min(row.sqnr, row.row_sqnr)
+    both = (-math.inf if math.isnan(one) else one for one in (row.sqnr, row.row_sqnr))
+    return row.non_finite == 0, min(both)
 
 
 class _Sums:
@@ -134,18 +133,16 @@ def _measure(v: Tensor, q: ops.Quantized) -> tuple[Tensor, Tensor]:
         return v.new_zeros(7, dtype=torch.float64), v.new_zeros(2, dtype=torch.float64)
     scale_inv = _scale_inv(q, rows, cols)  # [R or 1, blocks or 1]
     width = BLOCK if scale_inv.shape[1] > 1 else cols
-    sums, amax = v.new_zeros(7, dtype=torch.float64), v.new_zeros((), dtype=torch.float32)
+    sums, amax = v.new_zeros(7, dtype=torch.float64), v.new_zeros((), dtype=torch.float64)
     step = max(1, _CHUNK // cols)
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
-        inv = scale_inv[part if len(scale_inv) > 1 else slice(None)]
-        real = _in_blocks(v[part].float(), width)
-        fp8 = _in_blocks(q.data[part, :cols].float(), width)
-        scaled = real / inv[:, :, None]  # in FP8's units: what is small stays above zero, squared
-        signal, noise = (
-            (t.square().sum(2).double() * inv.double().square()).sum(1)
-            for t in (scaled, fp8 - scaled)
-        )
+        inv = scale_inv[part if len(scale_inv) > 1 else slice(None)].double()
+        # f64: squares of f32 would leave its range on either side.
+        real = _in_blocks(v[part].double(), width)
+        fp8 = _in_blocks(q.data[part, :cols].double(), width)
+        scaled = real / inv[:, :, None]
+        signal, noise = ((t.square().sum(2) * inv.square()).sum(1) for t in (scaled, fp8 - scaled))
         sums += torch.stack([
             (scaled.abs() > _saturates_above(q.data.dtype)).sum().double(),
             ((fp8 == 0) & (real != 0)).sum().double(),
@@ -184,126 +181,96 @@ def _saturates_above(fp8: torch.dtype) -> float:
 # ------------------------------------------------------------------------------- layers at work
 
 
-@contextlib.contextmanager
-def tensor_stats(module: nn.Module) -> Iterator[TensorStats]:
-    """Measure x and w of every converted layer that runs inside the `with`, and dy in its backward.
+class Watch:
+    """Measures the calls of one layer, which tells it of them."""
 
-    For a step now and then. Results and gradients are what they are without it. A compiled model
-    runs uncompiled inside, and a recomputation (`torch.utils.checkpoint`) is not measured again.
-    Nor is what runs in high precision (`disable_fp8`), what a CUDA graph captures, and a weight
-    that FSDP2 has gathered in FP8, of which nothing more precise is there.
+    def __init__(self, stats: TensorStats, name: str) -> None:
+        self.sums = {role: stats._sums.setdefault((name, role), _Sums()) for role in _ROLES}
 
-    Args:
-        module: a model with `fp8lt.Linear` layers; each has its name in it.
-
-    Yields:
-        a `TensorStats`, which fills; it may be read inside or later.
-
-    Raises:
-        TypeError: `module` is no `nn.Module`.
-        ValueError: it has no such layer.
-
-    Example:
-        >>> model = fp8lt.convert_to_float8_training(nn.Sequential(nn.Linear(64, 32)))
-        >>> with fp8lt.tensor_stats(model) as stats:
-        ...     model(torch.randn(16, 64)).square().sum().backward()
-        >>> [(row.tensor, row.saturated, row.sqnr > 20) for row in stats.rows]
-        [('x', 0.0, True), ('w', 0.0, True), ('dy', 0.0, True)]
-        >>> print(stats)  # doctest: +ELLIPSIS
-        layer  tensor  calls ...
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: want an nn.Module, got {type(module).__name__}")
-    layers = {name: m for name, m in module.named_modules() if isinstance(m, Linear)}
-    if not layers:
-        raise ValueError(
-            "module: want one with fp8lt.Linear layers, got none in "
-            f"{type(module).__name__}; see fp8lt.convert_to_float8_training"
-        )
-    stats = TensorStats()
-    with contextlib.ExitStack() as stack:
-        for name, layer in layers.items():
-            sums = {role: stats._sums.setdefault((name, role), _Sums()) for role in _ROLES}
-            for handle in _Watch(layer, sums).hooks():
-                stack.callback(handle.remove)
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and its import takes seconds
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield stats
+    def begin(
+        self,
+        x: Tensor,
+        w: Tensor,
+        w_quantized: ops.Quantized | None,
+        recipe: Recipe,
+        amaxes: Tensor | None,
+    ) -> "Call | None":
+        """Measure x and w, before the layer uses them and records their amaxes."""
+        x = _arrived(x)
+        if not _can_be_measured(x):
+            return None
+        call = Call(self.sums["dy"], recipe, amaxes, x.requires_grad, w.requires_grad)
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        with _aside():
+            if not is_recomputed:
+                kind = x.device.type
+                # As `linear` does.
+                autocasts = torch.is_autocast_enabled(kind)
+                seen = _matrix(x.to(torch.get_autocast_dtype(kind)) if autocasts else x)
+                self.sums["x"].add(seen, operands.quantize_x(seen, **call.how("x", seen)))
+            w = w if isinstance(w, GatheredWeight) else plain(w).detach()
+            if type(w) is Tensor:
+                q = w_quantized or operands.quantize_w(w, **call.how("w", w))
+                call.fold = operands.columns(q).fold
+                if not is_recomputed:
+                    self.sums["w"].add(w, q)
+        return call
 
 
-class _Watch:
-    """The hooks of one layer."""
+class Call:
+    """One call of a layer, until its backward."""
 
-    def __init__(self, layer: Linear, sums: dict[str, _Sums]) -> None:
-        self.layer, self.sums = layer, sums
-        self.fold: Tensor | None = None  # of w's columns, which dy takes over
+    fold: Tensor | None = None  # of w's columns, which dy takes over
 
-    def hooks(self) -> Iterator[RemovableHandle]:
-        yield self.layer.register_forward_pre_hook(self._before, with_kwargs=True)
-        # First: others may send y to other ranks, or put it together.
-        yield self.layer.register_forward_hook(self._after, with_kwargs=True, prepend=True)
-
-    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x, weight = _local(_input(args, kwargs)), self.layer.weight
-        recomputed = torch._C._current_graph_task_id() != -1
-        if recomputed or self.layer._fp8_disabled or not _can_be_measured(x):
-            return
-        with torch.no_grad():
-            kind = x.device.type
-            if torch.is_autocast_enabled(kind):  # as `linear` does
-                x = x.to(torch.get_autocast_dtype(kind))
-            x = _matrix(x)
-            self.sums["x"].add(x, operands.quantize_x(x, **self._how("x", x)))
-            if isinstance(weight, GatheredWeight):
-                return
-            w = _local(plain(weight)).detach()
-            q = operands.quantize_w(w, **self._how("w", w))
-            self.sums["w"].add(w, q)
-            self.fold = operands.columns(q).fold
-
-    def _after(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
-        x, layer = _input(args, kwargs), self.layer
-        if layer._fp8_disabled or not y.requires_grad:
-            return
+    def __init__(
+        self, sums: _Sums, recipe: Recipe, amaxes: Tensor | None, dx: bool, dw: bool
+    ) -> None:
+        self.sums, self.recipe, self.amaxes = sums, recipe, amaxes
         # In FP8 for dx and, but in one recipe, for dw.
-        dw_in_fp8 = layer.weight.requires_grad and not operands.keeps_x(layer.recipe)
-        if x.requires_grad or dw_in_fp8:
-            y.register_hook(self._backward)
+        self.needs_dy = dx or (dw and not operands.keeps_x(recipe))
 
-    def _backward(self, dy: Tensor) -> None:
-        dy = _local(dy)
-        if not _can_be_measured(dy):
+    def end(self, y: Tensor) -> None:
+        """Measure dy as the layer's backward gets it: after all hooks of y."""
+        if self.needs_dy and y.grad_fn is not None:
+            y.grad_fn.register_prehook(self._backward)
+
+    def _backward(self, gradients: tuple[Tensor | None, ...]) -> None:
+        dy = _arrived(gradients[0])
+        if dy is None or not _can_be_measured(dy):
             return
-        with torch.no_grad():
-            dy = _matrix(dy)
+        with _aside():
+            dy = _matrix(dy.detach())
             q = operands.quantize_dy(
                 dy, row_major=True, fold_cols=self.fold, fold_rows=None, sums_dtype=None,
-                **self._how("dy", dy),
+                **self.how("dy", dy),
             )  # fmt: skip
-            v = dy if self.fold is None else dy * self.fold[: dy.shape[1]]
-            self.sums["dy"].add(v, q)
+            self.sums.add(dy if self.fold is None else dy * self.fold[: dy.shape[1]], q)
 
-    def _how(self, role: str, t: Tensor) -> dict[str, Any]:
+    def how(self, role: str, t: Tensor) -> dict[str, Any]:
         """Return the arguments with which the layer's own quantise gives the same bytes."""
-        recipe, history = self.layer.recipe, None
-        if isinstance(recipe, DelayedScaling):
-            history = History(amaxes_of(self.layer)[_ROLES.index(role)].clone(), record=False)
-        emulated = ops.backend(t.device, recipe.emulate, recipe.name).emulated
-        return {"recipe": recipe, "history": history, "transposed": False, "emulated": emulated}
+        history = None
+        if self.amaxes is not None:
+            history = History(self.amaxes[_ROLES.index(role)].clone(), record=False)
+        emulated = ops.backend(t.device, self.recipe.emulate, self.recipe.name).emulated
+        return {
+            "recipe": self.recipe, "history": history, "transposed": False, "emulated": emulated,
+        }  # fmt: skip
 
 
-def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else kwargs.get("input")
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """Compute what nobody shall hear of: neither autograd nor a selective checkpoint."""
+    with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
-def _local(t: Any) -> Any:
-    """Return this rank's part of a DTensor."""
-    return t._local_tensor if type(t).__name__ == "DTensor" else t
+def _arrived(t: Any) -> Any:
+    """Wait for a tensor that a collective has yet to bring, as the layer does."""
+    return t.wait() if type(t).__name__ == "AsyncCollectiveTensor" else t
 
 
-def _can_be_measured(t: Any) -> bool:
-    """Say whether there is something to measure; what is wrong with it, the layer says better."""
-    if not isinstance(t, Tensor) or t.dim() < 1 or t.is_meta or t.dtype not in ops.REAL_DTYPES:
+def _can_be_measured(t: Tensor) -> bool:
+    if type(t) not in (Tensor, nn.Parameter) or t.is_meta:
         return False
     return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
 

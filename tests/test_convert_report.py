@@ -91,7 +91,8 @@ def test_subclasses_are_told_both_ways() -> None:
     report = converted(model)
     assert list(report.converted) == ["1"]
     assert report.skipped == {
-        "0": "a subclass of nn.Linear, Scaled: convert_subclasses=True converts it"
+        "0": f"a subclass of nn.Linear, {Scaled.__module__}.{Scaled.__qualname__}: "
+        "convert_subclasses=True converts it"
     }
     report = converted(model, convert_subclasses=True)
     assert list(report.converted) == ["0", "1"]
@@ -107,9 +108,45 @@ def test_a_parametrized_layer_is_told_before_and_after() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     nn.utils.parametrizations.weight_norm(model[0])
     report = converted(model)
-    assert "ParametrizedLinear: convert_subclasses" in report.skipped["0"]
+    assert "convert before it is parametrized" in report.skipped["0"]
     nn.utils.parametrizations.weight_norm(model[1])
     assert list(converted(model).converted) == ["1"]
+
+
+def test_layers_that_another_class_would_break_stay_as_they_are() -> None:
+    """A lazy layer knows no sizes yet, and a parametrized one computes its weight."""
+    computed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    model = nn.Sequential(nn.LazyLinear(8), computed, nn.Linear(8, 8))
+    report = converted(model, convert_subclasses=True)
+    assert list(report.converted) == ["2"]
+    assert "not known yet" in report.skipped["0"]
+    assert "convert before it is parametrized" in report.skipped["1"]
+    x = torch.randn(2, 5)
+    model(x).sum().backward()
+    assert list(converted(model, convert_subclasses=True).converted) == ["0", "2"]
+    model(x).sum().backward()
+
+
+def test_what_scripts_and_forwards_of_ones_own_do_is_not_promised() -> None:
+    class Own(fp8lt.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(input, self.weight)
+
+    class Calls(nn.MultiheadAttention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return self.out_proj(x)
+
+    model = nn.ModuleDict({
+        "script": torch.jit.script(nn.Linear(8, 8)), "own": Own(8, 8), "replaced": nn.Linear(8, 8),
+        "calls": Calls(8, 2), "plain": nn.Linear(8, 8),
+    })  # fmt: skip
+    model["replaced"].forward = lambda x: x
+    lines = {line.name: line for line in converted(model, convert_subclasses=True).layers}
+    assert list(lines) == ["own", "replaced", "calls.out_proj", "plain"]
+    for name, line in lines.items():
+        told = "it has a forward of its own, which may not use FP8"
+        assert line.note == (told if name in ("own", "replaced") else None)
+        assert line.recipe is not None
 
 
 def test_layers_converted_before_are_told_with_their_own_recipes() -> None:

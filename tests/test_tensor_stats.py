@@ -1,6 +1,8 @@
 """What `tensor_stats` says of x, w and dy, and that it changes nothing."""
 
+import contextlib
 import copy
+import functools
 import itertools
 import math
 import sys
@@ -19,7 +21,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fp8lt
 from fp8lt import recipe
@@ -160,6 +166,37 @@ def test_zeros_and_nothing_hurt_nobody(on: torch.device) -> None:
         assert found["w"] not in stats.worst()
 
 
+def test_neither_small_nor_large_magnitudes_leave_the_range_of_the_sums(on: torch.device) -> None:
+    layers = fp8lt.convert_to_float8_training(nn.ModuleList(nn.Linear(64, 64) for _ in range(4)))
+    layers.to(on)
+    tiny = randn(16, 64, on=on, dtype=F32)
+    tiny[1:] *= 1e-26
+    inputs = [
+        randn(16, 64, on=on, dtype=F32), tiny, torch.full((16, 64), 1e-42, device=on),
+        randn(16, 64, on=on, dtype=F32) * 1e37,
+    ]  # fmt: skip
+    with torch.no_grad(), fp8lt.tensor_stats(layers) as stats:
+        for layer, x in zip(layers, inputs, strict=True):
+            layer(x)
+    rows = {row.layer: row for row in stats.rows if row.tensor == "x"}
+    assert rows["1"].row_sqnr == pytest.approx(-10 * math.log10(15 / 16), abs=0.01)
+    assert rows["1"].flushed == 15 / 16
+    assert (rows["2"].flushed, rows["2"].sqnr) == (1, pytest.approx(0))
+    assert rows["3"].sqnr > 31
+    assert stats.worst(2) == [rows["2"], rows["1"]]
+
+
+def test_an_old_scale_may_leave_nothing(on: torch.device) -> None:
+    layers = model(fp8lt.DelayedScaling(amax_history_len=1), on, 64, 32)
+    layers(torch.full((4, 64), 1e-15, device=on)).sum().backward()
+    with fp8lt.tensor_stats(layers) as stats:
+        layers(randn(4, 64, on=on, dtype=F32) * 1e6).sum().backward()
+    row = by_tensor(stats)["x"]
+    assert row.saturated == 1
+    assert abs(row.sqnr) < 1e-6  # nothing of it is left
+    assert stats.worst(1) == [row]
+
+
 # ----------------------------------------------------------------------------------- what is seen
 
 
@@ -182,9 +219,7 @@ def test_results_gradients_and_histories_are_as_without_it(on: torch.device, nam
             got = step(layers, x)
         assert all(map(torch.equal, got, step(twin, x)))
         assert [row.calls for row in stats.rows] == [1] * 6
-    for layer in layers:
-        assert not layer._forward_hooks
-        assert not layer._forward_pre_hooks
+    assert all("_watches" not in vars(layer) for layer in layers)
 
 
 def test_only_what_runs_in_fp8_is_measured(on: torch.device) -> None:
@@ -223,7 +258,116 @@ def test_backward_may_come_later_and_an_error_ends_it(on: torch.device) -> None:
         layers(x[:, 1:])
     with pytest.raises(KeyError), fp8lt.tensor_stats(layers):
         raise KeyError
-    assert not layers[0]._forward_pre_hooks
+    assert not layers[0]._watches
+
+
+def test_dy_is_what_the_layer_gets_after_all_hooks_and_only_if_it_does(on: torch.device) -> None:
+    layers = model("delayed", on, 32, 16)
+    layers[0].register_forward_hook(lambda m, x, y: y.register_hook(lambda dy: dy * 1000) and None)
+    with fp8lt.tensor_stats(layers) as stats:
+        y = layers(randn(4, 32, on=on, dtype=F32))
+        torch.autograd.grad(y.sum(), y, retain_graph=True)  # ends before the layer's backward
+        assert "dy" not in by_tensor(stats)
+        y.sum().backward()
+    assert by_tensor(stats)["dy"].amax == layers[0].fp8_state[2, 0] == 1000
+
+
+def test_a_weight_is_computed_once_and_measured_as_it_is_used(on: torch.device) -> None:
+    """Not once more for the statistics: power iterations and random numbers would go on."""
+    results = []
+    for measured in (False, True):
+        layers = model("tensorwise", on, 32, 32)
+        nn.utils.parametrizations.spectral_norm(layers[0])
+        context = fp8lt.tensor_stats(layers) if measured else contextlib.nullcontext()
+        with context as stats:
+            y = layers(randn(4, 32, on=on, dtype=F32))
+            y.sum().backward()
+        results.append([y.detach(), *(p.grad for p in layers.parameters()), *layers.buffers()])
+    assert all(map(torch.equal, *results))
+    assert by_tensor(stats)["w"].calls == 1
+
+
+def test_a_weight_that_is_reused_is_measured_as_it_was_quantised(on: torch.device) -> None:
+    layers = model(fp8lt.DelayedScaling(amax_history_len=4), on, 64, 32)
+    x = randn(8, 64, on=on, dtype=F32)
+    layers(x).sum().backward()
+    layers[0].weight.data.mul_(8)
+    with fp8lt.reuse_weights(layers), fp8lt.tensor_stats(layers) as stats:
+        layers(x).sum().backward()
+        once = by_tensor(stats)["w"]
+        layers(x).sum().backward()
+    assert once.saturated > 0.5
+    assert by_tensor(stats)["w"][3:] == once[3:]
+
+
+@NAMES
+def test_selective_checkpoints_hear_nothing_of_it(on: torch.device, name: str) -> None:
+    def policy(_: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE
+
+    def run(layers: nn.Module, x: Tensor) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        y = checkpoint(layers, leaf, use_reentrant=False, context_fn=contexts)
+        y.square().sum().backward()
+        return [y.detach(), leaf.grad, *(p.grad for p in layers.parameters())]
+
+    layers = model(name, on, 32, 32, 32)
+    twin = copy.deepcopy(layers)
+    x = randn(4, 32, on=on, dtype=F32)
+    with fp8lt.tensor_stats(layers) as stats:
+        got = run(layers, x)
+    assert all(map(torch.equal, got, run(twin, x)))
+    assert [row.calls for row in stats.rows] == [1] * 6
+
+
+def test_a_call_is_measured_with_the_recipe_and_the_weight_that_it_had(on: torch.device) -> None:
+    layers = model("rowwise_folded", on, 32, 16)
+    dy = randn(4, 16, on=on, dtype=F32)
+    x = randn(4, 32, on=on, dtype=F32).requires_grad_()
+    with fp8lt.tensor_stats(layers) as stats:
+        layers(x).backward(dy)
+    want = by_tensor(stats)["dy"]
+    with fp8lt.tensor_stats(layers) as stats:
+        y = layers(x)
+        with torch.no_grad():
+            layers[0].weight.mul_(1024)
+            layers(x)
+        layers[0].recipe = "tensorwise"
+        y.backward(dy)
+    assert by_tensor(stats)["dy"] == want
+
+
+def test_contexts_may_end_in_any_order_and_copies_are_in_none(on: torch.device) -> None:
+    layers = model("tensorwise", on, 32, 32, 16)
+    torch.compile(layers)  # the compiler is there: it is told to wait
+    x = randn(4, 32, on=on, dtype=F32)
+    first, second = fp8lt.tensor_stats(layers), fp8lt.tensor_stats(layers[1])
+    of_all, of_one = first.__enter__(), second.__enter__()
+    again = copy.deepcopy(layers)
+    layers(x)
+    again(x)
+    assert not again[0]._watches
+    first.__exit__(None, None, None)
+    layers(x)
+    second.__exit__(None, None, None)
+    layers(x)
+    assert [row.calls for row in of_all.rows] == [1] * 4
+    assert [row.calls for row in of_one.rows] == [2] * 2
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    with fp8lt.tensor_stats(layers):
+        fp8lt.revert(layers)(x)
+
+
+def test_a_layer_of_ones_own_may_return_what_it_likes(on: torch.device) -> None:
+    class Pair(fp8lt.Linear):
+        def forward(self, input: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            return super().forward(input), None
+
+    layer = Pair(32, 16, device=on)
+    with fp8lt.tensor_stats(layer) as stats:
+        layer(torch.ones(4, 32, device=on))[0].sum().backward()
+    assert by_tensor(stats)["dy"].calls == 1
 
 
 def test_autocast_is_heeded(on: torch.device) -> None:

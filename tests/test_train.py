@@ -111,8 +111,22 @@ def test_a_command_may_add_to_the_report_of_another(
     )
     monkeypatch.setenv("GIT_COMMIT", "other")
     assert refused().endswith("here it is 'other'")
-    first.write_text("[]")
-    assert "first.json is no report" in refused()
+    del before["runs"][0]["grad_norms"]
+    for bad in ([], before, {**before, "runs": [3]}):
+        first.write_text(json.dumps(bad))
+        assert "first.json is no report" in refused()
+
+
+def test_a_run_goes_on_with_its_own_seed_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--recipe=bf16,seed=1", f"--checkpoint={tmp_path / 'run'}"]
+    run_main(capsys, *flags, "--steps=2")
+    with pytest.raises(SystemExit, match="2"):
+        train.main([*TINY, *flags, "--recipe=bf16", "--steps=4"])
+    assert "argument --seed: got 0, want 1, as in" in capsys.readouterr().err
+    (run,) = run_main(capsys, *flags, "--steps=4")["runs"]
+    assert len(run["train_losses"]) == len(run["grad_norms"]) == 4
 
 
 def test_norms_are_those_of_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

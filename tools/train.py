@@ -264,7 +264,8 @@ def train(args: argparse.Namespace, config: Config, text: Text, parallel: Parall
     keep = Keep(args.checkpoint, args.save_every, config.steps)
     if args.checkpoint and parallel.rank == 0:
         args.checkpoint.mkdir(parents=True, exist_ok=True)
-        (args.checkpoint / CONFIG).write_text(json.dumps(dataclasses.asdict(config)) + "\n")
+        own = args.contenders[0].configured(config)  # it is alone
+        (args.checkpoint / CONFIG).write_text(json.dumps(dataclasses.asdict(own)) + "\n")
     origin = provenance(parallel.device)
     done = [
         run(contender, config, text, parallel, keep, args.stats) for contender in args.contenders

@@ -62,6 +62,11 @@ HELP = {
 CONFIG = "config.json"  # in a folder of checkpoints
 # What has to be the same where a run goes on: the model, and the order of the data.
 SAME_RUN = ("dim", "layers", "heads", "tie", "seq", "batch", "seed", "max_bytes")
+# What a run in a report is shown by.
+RUN_FIELDS = {
+    "recipe", "seed", "parallel", "parameters", "fp8_layers", "val_loss_start", "val_loss_end",
+    "tokens_per_s", "peak_memory_bytes", "seconds", "train_losses", "grad_norms",
+}  # fmt: skip
 PRESETS = {
     "cpu": Config(128, 4, 2, 128, 16, 240, 20, 2e-3, 8, 4_000_000),
     "gpu": Config(2048, 8, 16, 1024, 16, 300, 50, 3e-4, 8, 16_000_000),
@@ -222,6 +227,10 @@ def check_parallel(args: argparse.Namespace, config: Config) -> None:
         raise ValueError(f"argument --checkpoint: want no {flag} with it, it is of one run")
     if args.checkpoint and args.checkpoint.exists() and not args.checkpoint.is_dir():
         raise ValueError(f"argument --checkpoint: got {args.checkpoint}, want a folder")
+
+
+def check_checkpoint(args: argparse.Namespace, config: Config) -> None:
+    """Check that a run with this configuration may go on from there."""
     begun = args.checkpoint / CONFIG if args.checkpoint else None
     if begun is not None and begun.exists():
         before = json.loads(begun.read_text())
@@ -239,6 +248,8 @@ def earlier_runs(args: argparse.Namespace, config: Config, text: Text) -> list[d
         report = json.loads(args.add_to.read_text())
         runs: list[dict[str, Any]] = report["runs"]
         before = {**report["config"], "text": report["text"], **parts_of(report)}
+        if not all(set(run) >= RUN_FIELDS for run in runs):
+            raise ValueError("its runs lack fields")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"argument --add-to: {args.add_to} is no report: {error!r}") from error
     here = parts_of(provenance(torch.device(args.device)))
@@ -336,5 +347,6 @@ def prepare(args: argparse.Namespace) -> tuple[Config, Text]:
     check_outputs(args)
     text = choose_text(args, config)
     args.contenders = choose_contenders(args, config)
+    check_checkpoint(args, args.contenders[0].configured(config))
     args.earlier = earlier_runs(args, config, text)
     return config, text
