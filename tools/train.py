@@ -2,6 +2,7 @@
 
     python tools/train.py                                  # FP8, sized for what the machine has
     python tools/train.py --compare bf16 --plot train.png  # then the same in bf16, and a plot
+    python tools/train.py --recipe bf16,seed=1 --stats 100 --add-to run.json  # one run more
     torchrun --nproc-per-node 2 tools/train.py --parallel fsdp2  # see train_parallel.py
 
 The text is the source code of the running Python's standard library (or `--data FILE...`), cut into
