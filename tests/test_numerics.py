@@ -41,11 +41,12 @@ def test_every_recipe_and_bf16_has_decibels_for_every_pair_of_families(
             )
             twin = at.get((row["x"], row["dy"], f"torchao-{row['recipe']}"))
             for name in numerics.RESULTS if twin else ():
-                assert row[name] > twin[name] - 0.3  # measured -0.1 at worst
+                assert row[name] > twin[name] - 0.01  # measured -0.0002 at worst
         else:
             assert row["flushed"] is None
     # An outlier in the tensor takes the rest of the range.
     outliers = at["token outliers", "gradient-like", "tensorwise"]["flushed"]
+    # Measured 0.0049, 0 and, by row, 0.
     assert outliers["x"] > 1e-3 > at["Gaussian", "Gaussian", "tensorwise"]["flushed"]["x"]
     assert outliers["x"] > 5 * at["token outliers", "gradient-like", "rowwise"]["flushed"]["x"]
 

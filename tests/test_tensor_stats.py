@@ -82,7 +82,7 @@ def test_one_scale_gives_what_its_definition_says(
         assert row.scale == pytest.approx(scale, rel=1e-6)
         assert row.saturated == row.non_finite == 0
         assert row.flushed == ((q == 0) & (v != 0)).double().mean().item()
-        assert row.sqnr == pytest.approx(decibels(v, q), abs=0.01)
+        assert row.sqnr == pytest.approx(decibels(v, q), abs=1e-3)  # measured 8e-7
         error, size = ((q - v).norm(dim=1) / v.norm(dim=1)) ** 2, v.norm(dim=1)
         assert row.row_sqnr == pytest.approx(-10 * error[size > 0].mean().log10().item(), abs=0.01)
     assert found["x"].flushed > 0.02
@@ -90,7 +90,7 @@ def test_one_scale_gives_what_its_definition_says(
     assert stats.worst(1) == [found["x"]]
 
 
-# Measured: 31.4 to 32.2 in e4m3, 25.9 in e5m2.
+# Measured on a CPU: 31.5 to 32.0 in e4m3, 25.6 in e5m2; 3e-5 flushed at most.
 @NAMES
 def test_normal_numbers_have_the_precision_of_their_format(on: torch.device, name: str) -> None:
     layers = model(name, on, 300, 260)

@@ -52,7 +52,8 @@ def test_every_way_goes_on_from_a_checkpoint_of_one_process(
     got = run("--parallel", *way.split(), "--checkpoint", str(tmp_path / "run"), ranks=2)
     assert got["train_losses"][:4] == want["train_losses"][:4]
     assert got["grad_norms"][:4] == want["grad_norms"][:4]
-    assert got["grad_norms"][4:] == pytest.approx(want["grad_norms"][4:], rel=0.05)
+    # Measured 9e-4.
+    assert got["grad_norms"][4:] == pytest.approx(want["grad_norms"][4:], rel=5e-3)
     assert got["parameters"] == want["parameters"]
     told = got["parallel"]
     assert (told["way"], told["ranks"]) == (way.split()[0], 2)

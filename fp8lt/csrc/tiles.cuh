@@ -297,7 +297,7 @@ __device__ void store_columns(const Quantize& q, const Place& at, const uint32_t
     // The XOR is even: pairs of words stay together, their order within the piece may not.
     const uint2 low = *reinterpret_cast<const uint2*>(transpose + shared_word(col, piece * 4));
     const uint2 high = *reinterpret_cast<const uint2*>(transpose + shared_word(col, piece * 4 + 2));
-    // Past the cache: of x and w, this copy waits for backward, and the other is needed now.
+    // Past the cache: of x and w, a cast's other copy is needed now, and this one in backward.
     __stcs(reinterpret_cast<uint4*>(to), make_uint4(low.x, low.y, high.x, high.y));
   }
 }
