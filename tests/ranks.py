@@ -5,6 +5,7 @@ They talk by gloo: NCCL wants a GPU for each, and here they share one, or have n
 
 import contextlib
 import datetime
+import faulthandler
 import multiprocessing.connection
 import os
 import time
@@ -80,6 +81,7 @@ def _answer(pipe: Any) -> str:
 
 def _be_a_rank(rank: int, pipe: Any) -> None:
     torch.set_num_threads(1)
+    faulthandler.enable()  # a rank that crashes says where
     with contextlib.suppress(EOFError):  # the tests are over
         while True:
             job, args = pipe.recv()
@@ -99,6 +101,31 @@ def _join(rank: int, store: str, on: torch.device) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=limit
     )
+    if on.type == "cuda":
+        _collectives_by_the_cpu()
+
+
+_library = torch.library.Library("_c10d_functional", "IMPL")  # it lasts as long as this object
+
+
+def _collectives_by_the_cpu() -> None:
+    """Give DTensor collectives on a GPU that gloo can do.
+
+    With those of PyTorch 2.11, `full_tensor` of CUDA tensors in a gloo group is a segmentation
+    fault in `wait_tensor`.
+    """
+    functional = torch.ops._c10d_functional
+
+    def by_the_cpu(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(t: Tensor, *args: Any) -> Tensor:
+            return functional.wait_tensor(call(t.cpu(), *args)).to(t.device)
+
+        return run
+
+    for name in (
+        "all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor"
+    ):  # fmt: skip
+        _library.impl(name, by_the_cpu(getattr(functional, name).default), "CUDA")
 
 
 Whole = Callable[[], "contextlib.AbstractContextManager[list[Tensor]]"]  # of a wrapped model
