@@ -333,6 +333,13 @@ def test_validation_text_is_every_twentieth_block_and_never_trained_on(tmp_path:
     assert len(text.train) == 43 * block
 
 
+def test_the_default_text_goes_on_with_the_source_of_torch() -> None:
+    little, much = (train_text.default_text(size) for size in (1_000_000, 12_000_000))
+    assert "torch" not in little.source
+    assert f"library, torch {torch.__version__}" in much.source
+    assert len(much.train) + len(much.val) == 12_000_000
+
+
 def test_sequences_reach_both_ends_of_the_text() -> None:
     text = torch.arange(40, dtype=torch.uint8)
     starts = train_text.val_starts(text, 4, 9, 4).flatten()  # as many as there are places

@@ -5,10 +5,11 @@
     python tools/train.py --recipe bf16,seed=1 --stats 100 --add-to run.json  # one run more
     torchrun --nproc-per-node 2 tools/train.py --parallel fsdp2  # see train_parallel.py
 
-The text is the source code of the running Python's standard library (or `--data FILE...`), cut into
-blocks; every 20th block is validation text that is never trained on. All runs of one command share
-seed, initial weights and data order, so the recipe is all that differs. Matmuls that are not FP8
-run in bf16 (autocast) over f32 master weights, on the CPU too.
+The text is the source code of the running Python's standard library, and of torch where that is too
+little (or `--data FILE...`), cut into blocks; every 20th block is validation text that is never
+trained on. All runs of one command share seed, initial weights and data order, so the recipe is
+all that differs. Matmuls that are not FP8 run in bf16 (autocast) over f32 master weights, on the
+CPU too.
 
 The table shows the validation loss in nats per byte before the first step and after the last
 (8 bits is 5.55 nats, pure guessing) and the speed in the second half of the steps, when caches and

@@ -6,14 +6,13 @@ import importlib.util
 import json
 import math
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
 import torch
 from provenance import provenance
 from train_parallel import SHARDED_BATCH, WAYS
-from train_text import Text, read_text, stdlib_files
+from train_text import Text, default_text, read_text
 
 BF16 = "bf16"  # the one recipe that is not fp8lt's: nothing is converted
 
@@ -70,7 +69,7 @@ RUN_FIELDS = {
 PRESETS = {
     "cpu": Config(128, 4, 2, 128, 16, 240, 20, 2e-3, 8, 4_000_000),
     "gpu": Config(2048, 8, 16, 1024, 16, 300, 50, 3e-4, 8, 16_000_000),
-    "study": Config(1024, 8, 16, 1024, 16, 2000, 200, 6e-4, 16, 16_000_000),
+    "study": Config(1024, 8, 16, 1024, 16, 2000, 200, 6e-4, 16, 40_000_000),
 }
 
 
@@ -170,18 +169,18 @@ def choose_config(args: argparse.Namespace) -> Config:
 
 
 def choose_text(args: argparse.Namespace, config: Config) -> Text:
-    files = args.data or stdlib_files()
-    source = ", ".join(path.name for path in args.data or []) or (
-        f"Python {platform.python_version()} standard library"
-    )
     try:
-        text = read_text(files, config.max_bytes, source)
+        if args.data:
+            source = ", ".join(path.name for path in args.data)
+            text = read_text(args.data, config.max_bytes, source)
+        else:
+            text = default_text(config.max_bytes)
     except (OSError, ValueError) as error:
         raise ValueError(f"argument --data: {error}") from error
     if config.seq >= len(text.val):
         raise ValueError(
             f"argument --seq: got {config.seq}, want below {len(text.val)}, "
-            f"the bytes of validation text in {source}"
+            f"the bytes of validation text in {text.source}"
         )
     return text
 

@@ -1,12 +1,14 @@
 """The text that `train.py` trains on: where it comes from, its two parts, and the sequences.
 
-By default the text is the Python source of the running interpreter's standard library, in the order
-of the file names. It is cut into blocks of 16 KiB; every 20th is validation text, the rest is
-training text, each joined up again. Nothing is shuffled but the beginnings of the sequences.
+By default the text is the Python source of the running interpreter's standard library, some 8 MB,
+and then of the installed torch, in the order of the file names. It is cut into blocks of 16 KiB;
+every 20th is validation text, the rest is training text, each joined up again. Nothing is shuffled
+but the beginnings of the sequences.
 """
 
 import dataclasses
 import hashlib
+import platform
 import sysconfig
 from pathlib import Path
 
@@ -31,8 +33,18 @@ class Text:
         return {"source": self.source, **sizes, "sha256": self.sha256}
 
 
-def stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
+def default_text(max_bytes: int) -> Text:
+    """Return up to max_bytes of the default text; its source names what is in there."""
+    source = f"Python {platform.python_version()} standard library"
+    files = files_in(Path(sysconfig.get_path("stdlib")))
+    if sum(path.stat().st_size for path in files) < max_bytes:
+        source += f", torch {torch.__version__}"
+        files += files_in(Path(torch.__file__).parent)
+    return read_text(files, max_bytes, source)
+
+
+def files_in(root: Path) -> list[Path]:
+    """Return the Python files that are text below a folder, in the order of their names."""
     found = {path.relative_to(root): path for path in root.rglob("*.py")}
     return [
         found[name]
