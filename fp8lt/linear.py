@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import operands, ops
+from . import gradients, operands, ops
 from .checks import check, check_quantized, check_state, refuse_forward_mode
 from .main_grad import NO_MAIN_GRAD, MainGrad, in_place_of_dw, main_grad_of
 from .recipe import Recipe, resolve
@@ -250,9 +250,8 @@ class _Linear(torch.autograd.Function):
             *_saved(need_x, w if ctx.recompute_w else None, _rows(wq) if ctx.transpose_w else wq),
         )
         ctx.recipe, ctx.backend, ctx.x_shape = recipe, backend, x.shape
-        ctx.main_grad = main_grad
-        ctx.history_of_dy = histories.dy if histories else None
-        ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
+        ctx.main_grad, ctx.histories = main_grad, histories
+        ctx.dtypes = gradients.Dtypes(x.dtype, w.dtype, None if bias is None else bias.dtype)
         return y
 
     @staticmethod
@@ -262,10 +261,9 @@ class _Linear(torch.autograd.Function):
             return (None,) * 9
         x, x_t, x_scale_inv, x_fold, w, w_t, w_scale_inv, w_fold = ctx.saved_tensors
         need_x, need_w, need_bias, *_ = ctx.needs_input_grad
-        recipe, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.dtypes
+        recipe, dtypes = ctx.recipe, ctx.dtypes
         emulated = ctx.backend.emulated
-        how = {"emulated": emulated, "scaled_mm": ctx.backend.scaled_mm}
-        scalings, (*lead, k) = operands.scalings(recipe), ctx.x_shape
+        *lead, k = ctx.x_shape
         m, n = math.prod(lead), dy.shape[-1]
         dy = dy.reshape(m, n)
         dx = dw = db = None
@@ -277,38 +275,27 @@ class _Linear(torch.autograd.Function):
             w_t = ops.transposed(w_t, emulated=emulated)
         if need_w and ctx.recompute_x:
             x_t, _, _ = operands.columns_of_x(x.reshape(m, k), x_scale_inv, recipe)
-        columns_of_dy = need_w and not ctx.high_precision_dw
-        if need_x or columns_of_dy:
-            dyq = operands.quantize_dy(
-                dy, recipe, ctx.history_of_dy, row_major=need_x, transposed=columns_of_dy,
-                fold_cols=w_fold if need_x else None, fold_rows=x_fold if need_w else None,
-                sums_dtype=bias_dtype if need_bias else None, emulated=emulated,
-            )  # fmt: skip
-            db = dyq.sums if need_bias else None
-        elif need_bias:
-            db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
+        x_columns = w_columns = None
+        if need_w and not ctx.high_precision_dw:
+            x_columns = operands.Columns(x_t, x_scale_inv, x_fold)
         if need_x:
-            dx = ops.gemm_nt(
-                dyq.data, w_t, dyq.scale_inv, w_scale_inv, m, k, out_dtype=x_dtype,
-                scaling=scalings.grad_input, fast_accum=recipe.fast_accum_grad_input, **how,
-            ).view(ctx.x_shape)  # fmt: skip
+            w_columns = operands.Columns(w_t, w_scale_inv, w_fold)
         total, _ = ctx.main_grad
-        if columns_of_dy:
-            factors = (dyq.data_t, x_t, dyq.scale_inv_t, x_scale_inv)
-            options = {
-                "scaling": scalings.grad_weight, "fast_accum": recipe.fast_accum_grad_weight, **how,
-            }  # fmt: skip
-            if total is None:
-                dw = ops.gemm_nt(*factors, n, k, out_dtype=w_dtype, **options)
-            else:
-                ops.gemm_nt_add(*factors, total, **options)
-        elif need_w:
-            dtype = w_dtype if total is None else torch.float32
+        if need_x or x_columns is not None:
+            dx, dw, db = gradients.of(
+                dy, x_columns, w_columns, k, recipe, ctx.histories, dtypes,
+                need_bias=need_bias, backend=ctx.backend, main_grad=total,
+            )  # fmt: skip
+            dx = None if dx is None else dx.view(ctx.x_shape)
+        elif need_bias:
+            db = dy.sum(0, dtype=torch.float32).to(dtypes.bias)
+        if need_w and ctx.high_precision_dw:
+            dtype = dtypes.w if total is None else torch.float32
             dw = operands.grad_weight_in_high_precision(dy, x.reshape(m, k), dtype)
             if total is not None:
                 total += dw
         if need_w and total is not None:
-            dw = in_place_of_dw(ctx.main_grad, w_dtype)
+            dw = in_place_of_dw(ctx.main_grad, dtypes.w)
         return dx, dw, db, None, None, None, None, None, None
 
 

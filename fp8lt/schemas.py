@@ -16,7 +16,7 @@ from .emulate import BLOCKWISE, PAD, Scaling, blocks, grid_columns, padded
 
 REAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_DTYPES = (*device.OCP, *device.FNUZ)
-_E5M2 = (device.OCP.e5m2, device.FNUZ.e5m2)
+E5M2 = (device.OCP.e5m2, device.FNUZ.e5m2)
 # The pairs of scalings that a GEMM takes, those of cuBLASLt.
 PAIRS = (
     (Scaling.TENSORWISE, Scaling.TENSORWISE),
@@ -28,7 +28,7 @@ PAIRS = (
 _library = torch.library.Library("fp8lt", "DEF")
 
 
-def _define(
+def define(
     schema: str, check: Callable[..., None], compute: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Define an operator on the CPU and for fake tensors; return its checked emulation."""
@@ -91,7 +91,7 @@ def _tensorwise_fake(
     return *copies, scale_inv, _empty_sums(x, sums_dtype)
 
 
-quantize_tensorwise = _define(
+quantize_tensorwise = define(
     "quantize_tensorwise(Tensor x, ScalarType dtype, bool row_major, bool transposed,"
     " ScalarType? sums_dtype=None, bool power_of_two=False)"
     " -> (Tensor data, Tensor data_t, Tensor scale_inv, Tensor sums)",
@@ -138,7 +138,7 @@ def _delayed_fake(
     return _tensorwise_fake(x, dtype, row_major, transposed, *options)
 
 
-quantize_delayed = _define(
+quantize_delayed = define(
     "quantize_delayed(Tensor x, ScalarType dtype, bool row_major, bool transposed,"
     " Tensor(a!) state, int margin, bool most_recent, bool record,"
     " ScalarType? sums_dtype=None, bool power_of_two=False)"
@@ -196,7 +196,7 @@ def _rowwise_fake(
     )
 
 
-quantize_rowwise = _define(
+quantize_rowwise = define(
     "quantize_rowwise(Tensor x, ScalarType dtype, bool row_major, bool transposed,"
     " bool power_of_two, bool folded, Tensor? fold_cols, Tensor? fold_rows,"
     " ScalarType? sums_dtype=None)"
@@ -235,7 +235,7 @@ def _block_scales_shape(scaling: int, rows: int, k: int) -> tuple[int, int]:
     return blocks(rows), grid_columns(k)
 
 
-quantize_blockwise = _define(
+quantize_blockwise = define(
     "quantize_blockwise(Tensor x, ScalarType dtype, bool row_major, bool transposed,"
     " bool power_of_two, bool square, ScalarType? sums_dtype=None)"
     " -> (Tensor data, Tensor data_t, Tensor scale_inv, Tensor scale_inv_t, Tensor sums)",
@@ -254,7 +254,7 @@ def _check_transposed(data: Tensor) -> None:
         )
 
 
-transposed = _define(
+transposed = define(
     "transposed(Tensor data) -> Tensor",
     _check_transposed,
     emulate.transposed,
@@ -281,7 +281,7 @@ def _check_gemm(
     k = a.shape[-1] if a.dim() == 2 else 0
     _check_operand("a", a, m, k)
     _check_operand("b", b, n, k)
-    if a.dtype in _E5M2 and b.dtype in _E5M2:
+    if a.dtype in E5M2 and b.dtype in E5M2:
         raise RuntimeError(
             f"fp8lt: {a.dtype} @ {b.dtype} does not exist in hardware: one of a and b must be e4m3"
         )
@@ -352,7 +352,7 @@ def _gemm_nt_fake(
     return a.new_empty((m, n), dtype=out_dtype)
 
 
-gemm_nt = _define(
+gemm_nt = define(
     "gemm_nt(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, SymInt m, SymInt n,"
     " Tensor? bias, ScalarType out_dtype, bool fast_accum, int a_scaling=0, int b_scaling=0)"
     " -> Tensor",
@@ -382,7 +382,7 @@ def _check_gemm_nt_add(
     _check_gemm(a, b, a_scale_inv, b_scale_inv, m, n, None, torch.float32, fast_accum, *scalings)
 
 
-gemm_nt_add = _define(
+gemm_nt_add = define(
     "gemm_nt_add(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor(a!) d,"
     " bool fast_accum, int a_scaling=0, int b_scaling=0) -> ()",
     _check_gemm_nt_add,

@@ -35,7 +35,8 @@ TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) {
 // error. Without this it would be lost, as where torch.func nests a derivative in another.
 void refuse_derivatives(torch::Library& library) {
   for (const char* name : {"quantize_tensorwise", "quantize_delayed", "quantize_rowwise",
-                           "quantize_blockwise", "transposed", "gemm_nt", "gemm_nt_add"}) {
+                           "quantize_blockwise", "transposed", "gemm_nt", "gemm_nt_add",
+                           "linear_backward", "linear_backward_delayed"}) {
     library.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }
