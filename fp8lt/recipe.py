@@ -37,9 +37,9 @@ class Recipe(ABC):
         fast_accum_grad_input: the same in `dx = dy @ w`.
         fast_accum_grad_weight: the same in `dw = dy.T @ x`.
         recompute_weight: keep w itself from forward to backward, and quantise it once more there,
-            instead of keeping its transposed FP8 copy: a byte less per weight, some 2 % more time.
+            instead of keeping its transposed FP8 copy: a byte less per weight, a little more time.
             Under `torch.compile`, with one scale per tensor, x is quantised there once more, too,
-            where it can be made from what backward has in any case: some 3 % in all.
+            where it can be made from what backward has in any case.
         power_of_two_scales: round scales down to powers of two, so that they multiply exactly.
         emulate: compute in plain PyTorch even where native FP8 exists.
 

@@ -147,7 +147,7 @@ def start(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
             **bench.timer.method(),
             "rounds": args.rounds,
             "within_s": args.within,
-            "calls_per_run": {"layer": LOOP, "model": 1, "step": 1},
+            "calls_per_run": {"layer": LOOP, "model": 1, "step": bench_step.LOOP},
             "runs_per_round": {
                 "layer": bench_core.RUNS,
                 "model": bench_model.RUNS,

@@ -6,6 +6,9 @@ and values, 0.67 billion bf16 parameters. A step is forward, cross-entropy, back
 4 x 1024 tokens, and every contender is compared with bf16 in its own case. For FP8 all linears are
 converted, the head too; `fp8lt-context` is the unconverted model inside of `fp8_autocast`.
 
+Steps are timed as they follow each other in a training: several in a row, after one that is not
+timed, so that a host may be ahead of the GPU or fall behind as it would there.
+
 The GEMMs of backward are those of forward and backward less those of forward, by the profiler.
 """
 
@@ -26,7 +29,7 @@ from bench_timing import Entry, reason, relative_error, run_rounds, wrong
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-RUNS = 3
+RUNS, LOOP = 2, 8  # runs of a round, steps of each
 PHASE = "step"
 VOCABULARY, VOCABULARY_CPU = 32000, 96
 SIZE = Size(dim=2048, ffn=5632, heads=16, kv_heads=4, layers=12, batch=4, seq=1024)
@@ -224,7 +227,7 @@ class Workload:
         return replay
 
     def entry(self, made: Trained) -> Entry:
-        measure = partial(self.bench.timer.measure, made.step, "layer", RUNS, loop=1)
+        measure = partial(self.bench.timer.measure, made.step, "layer", RUNS, loop=LOOP)
         return Entry(made.variant.name, measure)  # type: ignore[arg-type]
 
     def profile(self, made: Trained) -> None:
