@@ -1,0 +1,15 @@
+"""The README as tests read it."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PLAIN = " ".join(README.split())
+
+
+def table(heading: str) -> list[list[str]]:
+    """Return the cells of the README's table whose first heading is that, its head first."""
+    (found,) = re.findall(rf"^(\| {re.escape(heading)} \|.*\n(?:\|.*\n)+)", README, re.MULTILINE)
+    lines = [line.strip("|\n ").split(" | ") for line in found.splitlines()]
+    return [[cell.strip() for cell in line] for line in lines if "---" not in line[0]]

@@ -1,0 +1,265 @@
+"""The figures of the README are those of the recorded runs, and there are no others."""
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import cases
+import pytest
+import torch
+from readme import PLAIN, README, ROOT, table
+
+sys.path.insert(0, str(ROOT / "tools"))
+import numerics
+import train_config
+import train_report
+
+RESULTS = ROOT / "tools" / "results"
+
+
+def recorded(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def percent(ratio: float, digits: int = 0) -> str:
+    return f"{ratio:.{digits}%}".replace("%", " %")
+
+
+def of_training() -> Iterator[str]:
+    """Yield the sentences of the README that have figures, with those that are recorded."""
+    study = recorded("study_h200.json")
+    runs, config = {run["recipe"]: run for run in study["runs"]}, study["config"]
+    bf16, other_seed = runs["bf16"], runs["bf16,seed=1"]
+    (fast,) = (name for name in runs if "fast_accum" in name)
+    recipes = [name for name in runs if name not in ("bf16", "bf16,seed=1", fast)]
+    assert recipes == ["tensorwise", "delayed", "rowwise", "blockwise"]
+    yield (
+        f"A byte-level GPT of {bf16['parameters'] / 1e6:.0f} M parameters, trained for "
+        f"{config['steps']} steps of {config['batch'] * config['seq']:,} bytes on one H200"
+    )
+
+    def apart(name: str) -> float:
+        return abs(runs[name]["val_loss_end"] / bf16["val_loss_end"] - 1)
+
+    yield (
+        f"The recipes end within {percent(max(map(apart, recipes)), 1)} of bf16's validation "
+        f"loss, and bf16 with another seed within {percent(apart('bf16,seed=1'), 1)};"
+    )
+    settled = 500
+    smoothed = {
+        name: train_report.smooth(run["train_losses"], config["steps"] // 40)[settled:]
+        for name, run in runs.items()
+    }
+
+    def farthest(name: str) -> float:
+        return max(abs(a / b - 1) for a, b in zip(smoothed[name], smoothed["bf16"], strict=True))
+
+    yield (
+        f"from step {settled} on the smoothed training losses of the recipes are within "
+        f"{percent(max(map(farthest, recipes)), 1)} of bf16's."
+    )
+    clipped = [
+        sum(norm > config["clip"] for norm in run["grad_norms"][settled:])
+        for run in (runs["tensorwise"], bf16, other_seed)
+    ]
+    yield (
+        f"Of these {config['steps'] - settled} steps, the gradient's norm is above "
+        f"{config['clip']:.0f}, and clipped, in {clipped[0]} of `tensorwise`, in {clipped[1]} of "
+        f"bf16, in {clipped[2]} of bf16 with the other seed."
+    )
+    yield f"takes the training loss {percent(farthest(fast), 1)} away on its way, not at its end,"
+    assert apart(fast) < max(map(apart, recipes))
+
+    wide = recorded("train_h200.json")
+    fp8, high = wide["runs"]
+    assert (fp8["recipe"], high["recipe"]) == ("tensorwise", "bf16")
+    assert wide["config"]["dim"] == 2 * config["dim"]
+    yield f"with {fp8['parameters'] / 1e6:.0f} M parameters, in layers twice as wide,"
+    yield (
+        f"trains at {fp8['tokens_per_s'] / 1e3:.0f} k tokens/s and bf16 at "
+        f"{high['tokens_per_s'] / 1e3:.0f} k ({fp8['tokens_per_s'] / high['tokens_per_s']:.2f}x); "
+        f"after {wide['config']['steps']} steps the validation loss is {fp8['val_loss_end']:.3f} "
+        f"against {high['val_loss_end']:.3f}"
+    )
+    on_cpu = recorded("train_cpu.json")["runs"][0]
+    assert on_cpu["recipe"] == "tensorwise"
+    yield (
+        f"({on_cpu['seconds']:.0f} seconds on two CPU cores; a larger one in "
+        f"{fp8['seconds']:.0f} seconds on an H200)"
+    )
+
+
+def of_a_layer() -> Iterator[str]:
+    modes = recorded("bench_h200.json")["modes"]
+    _, *cases = table("speed-up over bf16")[0]
+    first = modes["layer"]["parts"][0]
+    total = first["gemms_us"] + first["quantise_us"] + first["host_gap_us"]
+    floors = {row["case"]: row["two_reads_us"] for row in modes["quantize"]["rows"]}
+    floor = 2 * floors["8192x4096 bfloat16"] + floors["4096x4096 bfloat16"]
+    yield (
+        f"At {first['case']} the GEMMs take {percent(first['gemms_us'] / total)} of the layer, "
+        f"quantise {percent(first['quantise_us'] / total)};"
+    )
+    yield f"needs would take {percent(floor / total)} by themselves."
+
+    again = {
+        (row["contender"], row["case"]): f"{row['ratio']:.2f}x"
+        for row in recorded("bench_again_h200.json")["modes"]["layer"]["rows"]
+        if row["phase"] == "fwd+bwd"
+    }
+    *large, little = (again["fp8lt", case] for case in cases)
+    yield (
+        f"is at {', '.join(large)} and, with a slower host, {little}, and `fp8lt-rowwise` at "
+        f"{again['fp8lt-rowwise', cases[0]]}."
+    )
+
+    small = [
+        row for row in modes["host"]["rows"]
+        if (row["case"], row["phase"], row["status"]) == ("16x512x512", "fwd+bwd", "ok")
+    ]  # fmt: skip
+    (own,) = [row["ratio"] for row in small if row["contender"] == "fp8lt"]
+    best = min(r["ratio"] for r in small if not r["contender"].startswith(("fp8lt", "bf16")))
+    yield (
+        f"{own:.2f}x of bf16's time per forward and backward of 16x512x512 (the next best takes "
+        f"{best:.2f}x)."
+    )
+
+
+def of_a_step() -> Iterator[str]:
+    step = recorded("bench_model_h200.json")["modes"]["step"]
+    spread = {
+        row["contender"]: f"{min(row['rounds_us']) / 1e3:.1f} to {max(row['rounds_us']) / 1e3:.1f}"
+        for row in step["rows"]
+    }
+    yield (
+        f"the rounds of `fp8lt-compiled` took {spread['fp8lt-compiled']} ms, those of "
+        f"`fp8lt-graphed`, which needs none, {spread['fp8lt-graphed']}:"
+    )
+
+
+def of_numbers() -> Iterator[str]:
+    rows = {
+        (row["recipe"], row["x"], row["dy"]): row for row in recorded("numerics_cpu.json")["rows"]
+    }
+    pair = ("Gaussian", "Gaussian")
+    of_fp8, of_bf16 = (rows[(name, *pair)]["y"] for name in ("tensorwise", "bf16"))
+    yield (
+        f"(+6 dB is half the error; {of_fp8:.1f} dB is a relative error of "
+        f"{10 ** (-of_fp8 / 20):.3f})"
+    )
+    yield (
+        f"within {cases.T_SAME:.0e} at every shape of the test matrix; bf16 rounding alone is "
+        f"{10 ** (-of_bf16 / 20):.1e}."
+    ).replace("e-0", "e-")
+    decibels = [sqnr_of_normal_numbers(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
+    yield "Normal numbers under one scale have {:.0f} dB in e4m3 and {:.0f} in e5m2,".format(
+        *decibels
+    )
+
+
+def sqnr_of_normal_numbers(dtype: torch.dtype) -> float:
+    x = cases.randn(512, 512, on=torch.device("cpu"), dtype=torch.float32)
+    return cases.sqnr(cases.dequantised(x, dtype), x)
+
+
+SENTENCES = [*of_training(), *of_a_layer(), *of_a_step(), *of_numbers()]
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_the_figures_of_a_sentence_of_the_readme_are_those_recorded(sentence: str) -> None:
+    assert sentence in PLAIN
+
+
+def test_the_readme_has_no_other_figures() -> None:
+    """Tables have tests of their own; what is in backquotes is code."""
+    code = re.compile(r"```.*?```|^ {4}.*?$|^\|.*?$", re.DOTALL | re.MULTILINE)
+    rest = " ".join(code.sub("", README).split())
+    for sentence in SENTENCES:
+        rest = rest.replace(sentence, "")
+    rest = re.sub("`[^`]*`", "", rest)
+    units = "%|dB|[num]?s|GiB|MB|k tokens/s|M parameters|minutes?|seconds?"
+    assert re.findall(rf"(?<![\w.])[\d.,]+(?:e-?\d+)?(?:x| ?(?:{units}))(?!\w)", rest) == []
+
+
+def test_the_speed_of_a_layer_in_the_readme_is_that_recorded() -> None:
+    (_, *shapes), *lines = table("speed-up over bf16")
+    told = {
+        (line[0].strip("`"), case): cell
+        for line in lines
+        for case, cell in zip(shapes, line[1:], strict=True)
+    }
+    all_rows = recorded("bench_h200.json")["modes"]["layer"]["rows"]
+    rows = [r for r in all_rows if r["phase"] == "fwd+bwd" and r["contender"] != "bf16"]
+    assert told == {(r["contender"], r["case"]): f"{r['ratio']:.2f}x" for r in rows}
+
+
+def test_the_speed_of_a_model_in_the_readme_is_that_recorded() -> None:
+    rows = recorded("bench_model_h200.json")["modes"]["model"]["rows"]
+    assert table("four Llama-like blocks")[1:] == [
+        [
+            f"`{r['contender']}`",
+            f"{r['us'] / 1e3:.1f}",
+            f"{r['ratio']:.2f}x",
+            f"{r['peak_bytes'] / 2**30:.2f}",
+        ]
+        for r in rows
+    ]
+
+
+def test_the_speed_of_a_training_step_in_the_readme_is_that_recorded() -> None:
+    result = recorded("bench_model_h200.json")["modes"]["step"]
+    assert table(f"training step, {result['parameters'] / 1e9:.2f} B parameters")[1:] == [
+        [
+            f"`{r['contender']}`",
+            f"{r['us'] / 1e3:.1f}",
+            f"{r['ratio']:.2f}x",
+            f"{r['backward_gemms_ratio']:.2f}x" if r["backward_gemms_ratio"] else "-",
+        ]
+        for r in result["rows"]
+    ]
+
+
+def test_the_training_runs_of_the_readme_are_those_of_the_study() -> None:
+    study = recorded("study_h200.json")
+    *_, bf16 = runs = study["runs"]
+    assert table("training run")[1:] == [
+        [
+            f"`{run['recipe']}`",
+            f"{run['val_loss_end']:.4f}",
+            f"{100 * (run['val_loss_end'] / bf16['val_loss_end'] - 1):+.2f} %",
+            f"{run['tokens_per_s'] / 1e3:.0f} k",
+            f"{run['tokens_per_s'] / bf16['tokens_per_s']:.2f}x",
+            f"{run['peak_memory_bytes'] / 2**30:.1f}",
+        ]
+        for run in runs
+    ]
+    (command,) = re.findall(r"^    python tools/train\.py --preset (.*)$", README, re.MULTILINE)
+    preset, _, first, _, *others, _, _, _, _ = command.split()
+    assert preset == study["preset"]
+    assert [first, *others] == [run["recipe"] for run in runs]
+    assert study["config"] == dataclasses.asdict(train_config.PRESETS[preset])
+
+
+def test_the_decibels_of_the_readme_are_those_recorded() -> None:
+    record = recorded("numerics_cpu.json")
+    head, *lines = table("y dx dw, dB")
+    assert head[1:] == [f"{of_x} / {of_dy}" for of_x, of_dy in numerics.PAIRS]
+    rows = {(row["recipe"], row["x"], row["dy"]): row for row in record["rows"]}
+    shown = {
+        (name.strip("`"), *pair): cell
+        for name, *cells in lines
+        for pair, cell in zip(numerics.PAIRS, cells, strict=True)
+    }
+    assert shown == {key: numerics.cell(row) for key, row in rows.items()}
+    assert "{m} tokens, {k} in, {n} out".format(**record["shape"]) in README
+
+
+def test_the_errors_beside_an_outlier_in_the_readme_are_those_of_its_test() -> None:
+    source = (ROOT / "tests" / "test_recipes.py").read_text()
+    (measured,) = re.findall(r"# Measured on a CPU: (0\.129.*?)assert", source, re.DOTALL)
+    for figure in ("0.129", "0.136", "0.037", "0.038", "0.036", "0.069"):
+        assert figure in measured
+        assert figure in README
