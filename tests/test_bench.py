@@ -258,6 +258,21 @@ def test_the_step_mode_trains_a_decoder_in_every_case(
     assert "fp8lt-context" in tables
 
 
+def test_the_nanochat_mode_trains_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("fp8lt", "fp8lt-compiled")
+    report, tables = run_main(capsys, "nanochat", "--rounds", "1", "--contenders", *names)
+    rows = rows_of(report, "nanochat")
+    assert [(row["case"], row["contender"], row["status"]) for row in rows] == [
+        ("depth 2, eager", "bf16", "ok"), ("depth 2, eager", "fp8lt", "ok"),
+        ("depth 2, compiled", "bf16-compiled", "ok"), ("depth 2, compiled", "fp8lt-compiled", "ok"),
+    ]  # fmt: skip
+    for case in (rows[:2], rows[2:]):
+        bf16, fp8 = (row["errors"]["dw"] for row in case)
+        assert bf16 < 0.02 < fp8 < 0.3  # measured 0.0035 and 0.075
+    assert report["modes"]["nanochat"]["parameters"] == {"depth 2": 458_752}
+    assert "tokens/s" in tables
+
+
 class FakeLinear(nn.Linear):
     """Stands in for TransformerEngine's layer: same arguments, and it notes its contexts."""
 

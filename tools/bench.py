@@ -8,7 +8,8 @@ Modes: layer (forward, and with backward), quantize (that of every recipe, again
 and two reads), gemm (the layer's GEMMs by themselves), host (wall time per call at small shapes),
 decode (inference of few tokens with a quantised weight), model (four Llama-like blocks, eager and
 compiled, and peak memory), step (a training step of a whole decoder, eager, compiled and graphed),
-all. fp8lt's contenders are its recipes, and `fp8lt` is tensorwise.
+nanochat (a training step of examples/nanochat.py at two depths, eager and compiled), all. fp8lt's
+contenders are its recipes, and `fp8lt` is tensorwise.
 
 Peers that are not installed are listed as missing; one that raises is listed as failed with the
 reason; one whose results are not close to float64 is marked WRONG and not timed. How it is
@@ -31,6 +32,7 @@ import bench_core
 import bench_linear
 import bench_model
 import bench_modes
+import bench_nanochat
 import bench_step
 import torch
 from bench_core import Bench, Result, Shape
@@ -50,12 +52,15 @@ MODES = {
     "decode": bench_modes.decode,
     "model": bench_model.model,  # last: these take longest
     "step": bench_step.step,
+    "nanochat": bench_nanochat.measure,
 }
 ROUNDS = 7
 
 
 def contender_names() -> list[str]:
-    line_ups = (TRAINING, INFERENCE, bench_blocks.VARIANTS, bench_step.VARIANTS)
+    line_ups = (
+        TRAINING, INFERENCE, bench_blocks.VARIANTS, bench_step.VARIANTS, bench_nanochat.VARIANTS
+    )  # fmt: skip
     return list(dict.fromkeys(one.name for line_up in line_ups for one in line_up))
 
 
@@ -92,8 +97,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--within", type=positive, metavar="SECONDS",
         help=f"after so long, {LEAST_ROUNDS} rounds are enough for what is left")  # fmt: skip
     add("--shapes", nargs="+", type=shape, metavar="MxKxN",
-        help="tokens x in x out, in place of each mode's own; `quantize` takes M and K; `model` "
-        "and `step` have their own sizes")  # fmt: skip
+        help="tokens x in x out, in place of each mode's own; `quantize` takes M and K; `model`, "
+        "`step` and `nanochat` have their own sizes")  # fmt: skip
     add("--contenders", nargs="+", choices=contender_names(), metavar="NAME",
         help="only these, and always bf16: " + ", ".join(contender_names()))  # fmt: skip
     add(
@@ -147,11 +152,17 @@ def start(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
             **bench.timer.method(),
             "rounds": args.rounds,
             "within_s": args.within,
-            "calls_per_run": {"layer": LOOP, "model": 1, "step": bench_step.LOOP},
+            "calls_per_run": {
+                "layer": LOOP,
+                "model": 1,
+                "step": bench_step.LOOP,
+                "nanochat": bench_step.LOOP,
+            },
             "runs_per_round": {
                 "layer": bench_core.RUNS,
                 "model": bench_model.RUNS,
                 "step": bench_step.RUNS,
+                "nanochat": bench_step.RUNS,
             },
             "input_sets": bench_linear.INPUT_SETS,
             "autotune": args.autotune,

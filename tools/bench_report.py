@@ -13,6 +13,7 @@ TITLES = {
     "decode": "us and speed-up over bf16",
     "model": "us and speed-up over bf16 in the same mode",
     "step": "us and speed-up over bf16 in the same mode",
+    "nanochat": "us and speed-up over bf16 at the same depth, in the same mode",
 }
 
 
@@ -139,6 +140,14 @@ def model_parts_table(rows: list[Row]) -> list[str]:
     return aligned(table)
 
 
+def tokens_table(rows: list[Row]) -> list[str]:
+    table: list[Sequence[str]] = [("tokens/s", "")]
+    for row in rows:
+        if row["us"] is not None:
+            table.append((row["contender"], f"{row['tokens'] / row['us'] * 1e6:,.0f}"))
+    return aligned(table)
+
+
 def backward_table(rows: list[Row]) -> list[str]:
     measured = [row for row in rows if row["backward_gemms_us"]]
     if not measured:
@@ -195,6 +204,11 @@ def mode_report(mode: str, result: Result) -> str:
             mine = [row for row in rows if row["case"] == case]
             blocks += [phase_table(mode, mine, "step"), model_parts_table(mine)]
             blocks += [backward_table(mine)]
+    elif mode == "nanochat":
+        for case in unique(row["case"] for row in rows):
+            mine = [row for row in rows if row["case"] == case]
+            blocks += [phase_table(mode, mine, "step"), tokens_table(mine)]
+            blocks += [model_parts_table(mine)]
     else:
         blocks += [phase_table(mode, rows, phase) for phase in unique(r["phase"] for r in rows)]
     if "parts" in result:

@@ -41,6 +41,7 @@ CASES = ("eager", "compiled", "graphed")
 CASES_CPU = CASES[:2]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Model = Any  # a module that has `loss(tokens, targets)`
 
 
 class Decoder(nn.Module):
@@ -79,26 +80,26 @@ class Variant:
 
     name: str
     case: str
-    convert: Callable[[Decoder], Loss]
+    convert: Callable[[Model], Loss]
     needs: Callable[[], Any] = bool
 
 
-def plain(model: Decoder) -> Loss:
+def plain(model: Model) -> Loss:
     return model.loss
 
 
-def converted(model: Decoder, recipe: str) -> Loss:
+def converted(model: Model, recipe: str) -> Loss:
     convert_fp8lt(model, recipe)
     return model.loss
 
 
-def in_context(model: Decoder) -> Loss:
+def in_context(model: Model) -> Loss:
     import fp8lt
 
     return fp8lt.fp8_autocast()(model.loss)
 
 
-WAYS: dict[str, Callable[[Decoder], Loss]] = {
+WAYS: dict[str, Callable[[Model], Loss]] = {
     "bf16": plain,
     "fp8lt": partial(converted, recipe="tensorwise"),
     "fp8lt-delayed": partial(converted, recipe="delayed"),
@@ -130,24 +131,26 @@ class Trained:
 
 
 class Workload:
-    """The source of all weights, the tokens, and what f32 makes of the first."""
+    """The source of all weights, the tokens, and what f32 makes of the first.
 
-    def __init__(self, bench: Bench) -> None:
-        on_gpu = bench.device.type == "cuda"
-        size = SIZE if on_gpu else SIZE_CPU
-        vocabulary = VOCABULARY if on_gpu else VOCABULARY_CPU
-        self.bench, self.source = bench, decoder(size, vocabulary, bench.device)
+    probed: the weight whose gradient is compared, by its name.
+    """
+
+    def __init__(
+        self, bench: Bench, source: Model, vocabulary: int, tokens: tuple[int, int], probed: str
+    ) -> None:
+        self.bench, self.source, self.probed = bench, source, probed
         draw = torch.Generator(bench.device).manual_seed(1)
-        shape = (INPUT_SETS, 2, size.batch, size.seq)
+        shape = (INPUT_SETS, 2, *tokens)
         self.tokens = torch.randint(vocabulary, shape, generator=draw, device=bench.device)
-        exact = copy.deepcopy(self.source).float()
+        exact = copy.deepcopy(source).float()
         loss = exact.loss(*self.tokens[0])
         loss.backward()
         self.want = self.results(exact, loss)
 
-    def results(self, model: Decoder, loss: Tensor) -> dict[str, Tensor]:
-        block: Any = model.blocks[0]
-        return {"loss": loss.detach().reshape(1), "dw": block.q.weight.grad}
+    def results(self, model: Model, loss: Tensor) -> dict[str, Tensor]:
+        gradient = model.get_parameter(self.probed).grad
+        return {"loss": loss.detach().reshape(1), "dw": gradient}
 
     def train(self, variant: Variant) -> Trained:
         """Build, warm up, check. Never raises for what the contender does."""
@@ -166,7 +169,7 @@ class Workload:
         case, device = made.variant.case, self.bench.device
         model = copy.deepcopy(self.source)
         loss = made.variant.convert(model)
-        if case == "compiled":
+        if case.endswith("compiled"):
             loss = compiled(loss, device)  # type: ignore[assignment]
         graphed = case == "graphed"
         optimizer = torch.optim.AdamW(
@@ -194,7 +197,7 @@ class Workload:
             step()
         made.forward, made.backward, made.step = forward, backward, step
 
-    def _check(self, made: Trained, model: Decoder, loss: Loss) -> None:
+    def _check(self, made: Trained, model: Model, loss: Loss) -> None:
         """Compare a first step, and keep nothing of its graph: a capture would meet its streams."""
         value = loss(*self.tokens[0])
         value.backward()
@@ -288,7 +291,10 @@ def step(bench: Bench) -> Result:
     asked_for = {case: mine for case, mine in variants_of.items() if len(mine) > 1}
     bench.expect(len(asked_for))
     bench.free()
-    work = Workload(bench)
+    on_gpu = bench.device.type == "cuda"
+    size, vocabulary = (SIZE, VOCABULARY) if on_gpu else (SIZE_CPU, VOCABULARY_CPU)
+    source = decoder(size, vocabulary, bench.device)
+    work = Workload(bench, source, vocabulary, (size.batch, size.seq), "blocks.0.q.weight")
     rows: list[Row] = []
     for mine in asked_for.values():
         rows += measure_case(work, mine)

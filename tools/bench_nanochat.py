@@ -1,0 +1,95 @@
+"""The mode `nanochat`: training steps of the GPT in `examples/nanochat.py`, at two depths.
+
+Depth 12 (768 wide) with 16 x 2048 tokens and depth 24 (1536 wide) with 8 x 2048, each eager and
+compiled: f32 weights, autocast to bf16, cross-entropy over 50304 words, AdamW. `scaled_mm` is FP8
+by hand, over `torch._scaled_mm`; every contender of FP8 has it in the layers that nanochat would
+convert. A first step is compared with one in bf16, since the model has its autocast inside.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from bench_core import Bench, Result, Row
+from bench_step import Loss, Model, Variant, Workload, measure_case
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import nanochat
+
+# The first of a block's layers that has a gradient in the first step: those before it begin at 0.
+PROBED = "blocks.0.out.weight"
+
+
+class Size(NamedTuple):
+    depth: int
+    batch: int
+    seq: int
+    vocabulary: int
+
+    def __str__(self) -> str:
+        return f"depth {self.depth}"
+
+
+SIZES = [Size(12, 16, 2048, 50304), Size(24, 8, 2048, 50304)]
+SIZES_CPU = [Size(2, 2, 16, 256)]
+
+
+class GPT(nanochat.GPT):
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self(tokens, targets)
+        return loss
+
+
+def converted(model: Model, precision: str, recipe: str = "tensorwise") -> Loss:
+    nanochat.convert(model, precision, recipe)
+    loss: Loss = model.loss
+    return loss
+
+
+WAYS: dict[str, Callable[[Model], Loss]] = {
+    "bf16": partial(converted, precision="bf16"),
+    "fp8lt": partial(converted, precision="fp8"),
+    "fp8lt-delayed": partial(converted, precision="fp8", recipe="delayed"),
+    "scaled_mm": partial(converted, precision="scaled_mm"),
+}
+VARIANTS = [
+    Variant(f"{name}-compiled" if case == "compiled" else name, case, convert)
+    for case in ("eager", "compiled")
+    for name, convert in WAYS.items()
+]
+
+
+def measure_size(bench: Bench, size: Size, variants: list[Variant]) -> tuple[list[Row], int]:
+    """Return the rows of a depth, eager and compiled, and how many parameters the model has."""
+    torch.manual_seed(0)
+    with bench.device:
+        source = GPT(size.depth, size.vocabulary, size.seq)
+    work = Workload(bench, source, size.vocabulary, (size.batch, size.seq), PROBED)
+    rows: list[Row] = []
+    for case in ("eager", "compiled"):
+        mine = [variant for variant in variants if variant.case == case]
+        if len(mine) > 1:
+            rows += [
+                {**row, "case": f"{size}, {case}", "tokens": size.batch * size.seq}
+                for row in measure_case(work, mine)
+            ]
+        bench.free()
+    return rows, sum(p.numel() for p in source.parameters())
+
+
+def measure(bench: Bench) -> Result:
+    """Measure every contender beside the others of its depth and case."""
+    variants, lost = bench.choose(VARIANTS)
+    sizes = SIZES if bench.device.type == "cuda" else SIZES_CPU
+    bench.expect(len(variants) * len(sizes))
+    rows: list[Row] = []
+    parameters = {}
+    for size in sizes:
+        bench.free()
+        new, parameters[str(size)] = measure_size(bench, size, variants)
+        rows += new
+    return {"rows": rows, "missing": lost, "parameters": parameters}
