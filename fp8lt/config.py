@@ -15,7 +15,13 @@ from .recipe import NAMES, DynamicScaling, Recipe, RowwiseScaling
 
 
 class Float8LinearRecipeName(str, Enum):
-    """torchao's recipe names; members equal their strings."""
+    """torchao's recipe names; members equal their strings.
+
+    Example:
+        >>> name = fp8lt.Float8LinearRecipeName.ROWWISE
+        >>> fp8lt.convert_to_float8_training(nn.Linear(3, 2), config=name).recipe.name
+        'rowwise'
+    """
 
     TENSORWISE = "tensorwise"
     ROWWISE = "rowwise"
@@ -23,14 +29,24 @@ class Float8LinearRecipeName(str, Enum):
 
 
 class ScalingType(str, Enum):
-    """Whether a tensor is cast to FP8, as in torchao; members equal their strings."""
+    """Whether a tensor is cast to FP8, as in torchao; members equal their strings.
+
+    Example:
+        >>> fp8lt.ScalingType.DYNAMIC == "dynamic"
+        True
+    """
 
     DYNAMIC = "dynamic"
     DISABLED = "disabled"  # left in its own precision
 
 
 class ScalingGranularity(str, Enum):
-    """What shares one scale, as in torchao; members equal their strings."""
+    """What shares one scale, as in torchao; members equal their strings.
+
+    Example:
+        >>> fp8lt.ScalingGranularity.AXISWISE == "axiswise"
+        True
+    """
 
     TENSORWISE = "tensorwise"
     AXISWISE = "axiswise"  # a row of an operand of a GEMM
@@ -47,6 +63,11 @@ class CastConfig:
 
     Raises:
         ValueError: an unknown value, or AXISWISE that is not DYNAMIC.
+
+    Example:
+        >>> e4m3 = fp8lt.CastConfig(target_dtype=torch.float8_e4m3fn)
+        >>> fp8lt.Float8LinearConfig(cast_config_grad_output=e4m3).recipe().fp8_format
+        'e4m3'
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -76,7 +97,13 @@ class CastConfig:
 
 @dataclass(frozen=True)
 class Float8GemmConfig:
-    """Options of one GEMM, as in torchao."""
+    """Options of one GEMM, as in torchao.
+
+    Example:
+        >>> fast = fp8lt.Float8GemmConfig(use_fast_accum=True)
+        >>> fp8lt.Float8LinearConfig(gemm_config_grad_input=fast).recipe().fast_accum_grad_input
+        True
+    """
 
     use_fast_accum: bool = False
 
@@ -112,6 +139,11 @@ class Float8LinearConfig:
     Raises:
         ValueError: a combination that no recipe here computes; the text names the field.
         TypeError: a field that is not of its type.
+
+    Example:
+        >>> config = fp8lt.Float8LinearConfig.from_recipe_name("rowwise")
+        >>> fp8lt.convert_to_float8_training(nn.Linear(3, 2), config=config).recipe.name
+        'rowwise'
     """
 
     cast_config_input: CastConfig = field(default=CastConfig())

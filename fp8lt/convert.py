@@ -163,6 +163,13 @@ def revert(module: nn.Module) -> nn.Module:
     Raises:
         RuntimeError: a layer's class derives from `fp8lt.Linear` (a subclass, a parametrization, a
             wrapper such as FSDP2's), so its plain class is unknown. Nothing is changed then.
+
+    Example:
+        >>> model = fp8lt.convert_to_float8_training(nn.Sequential(nn.Linear(3, 2)))
+        >>> fp8lt.revert(model)
+        Sequential(
+          (0): Linear(in_features=3, out_features=2, bias=True)
+        )
     """
     layers = {name: m for name, m in module.named_modules() if isinstance(m, Linear)}
     for name, layer in layers.items():

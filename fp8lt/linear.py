@@ -134,6 +134,12 @@ def quantize_weight(
     scale for all of `w`, where backward shall make the transposed copy. `state`, for the
     recipe "delayed": that of the layer. The amax of `w` is recorded here, and in none of the calls;
     not in `no_grad`, nor inside of a backward pass.
+
+    Example:
+        >>> w = torch.ones(1, 3)
+        >>> once = fp8lt.quantize_weight(w)
+        >>> [round(fp8lt.linear(x, w, w_quantized=once).item(), 3) for x in torch.eye(3)]
+        [1.0, 1.0, 1.0]
     """
     recipe = resolve(recipe)
     check_state(state, w, recipe)

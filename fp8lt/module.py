@@ -223,6 +223,13 @@ def load_delayed_state_dict(module: nn.Module, states: Mapping[str, Tensor]) -> 
     Raises:
         ValueError: other names than those of `module`, or a tensor that is no state. Nothing is
             changed if names do not fit.
+
+    Example:
+        >>> old, new = (fp8lt.Linear(3, 2, recipe="delayed") for _ in range(2))
+        >>> old(torch.ones(1, 3)).sum().backward()
+        >>> fp8lt.load_delayed_state_dict(new, fp8lt.delayed_state_dict(old))
+        >>> torch.equal(new.fp8_state, old.fp8_state)
+        True
     """
     layers = _with_state(module)
     if layers.keys() != states.keys():

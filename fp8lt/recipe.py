@@ -87,6 +87,12 @@ class DynamicScaling(Recipe):
     """The `tensorwise` recipe: one scale per tensor, from this tensor's own amax.
 
     Bytes and scales equal torchao's "tensorwise" and nanochat's. Arguments: see `Recipe`.
+
+    Example:
+        >>> recipe = fp8lt.DynamicScaling(power_of_two_scales=True)
+        >>> fp8lt.linear(torch.ones(2, 3), torch.ones(1, 3), recipe=recipe)
+        tensor([[3.],
+                [3.]])
     """
 
     @property
@@ -112,6 +118,11 @@ class DelayedScaling(Recipe):
     Raises:
         ValueError: as for `Recipe`; a margin that is no integer of -32 to 32, a history that is no
             integer of 1 or more, an algorithm that is not known.
+
+    Example:
+        >>> layer = fp8lt.Linear(3, 2, recipe=fp8lt.DelayedScaling(amax_history_len=4, margin=1))
+        >>> layer(torch.ones(5, 3)).shape
+        torch.Size([5, 2])
     """
 
     margin: int = 0
@@ -156,6 +167,13 @@ class RowwiseScaling(Recipe):
     Raises:
         ValueError: as for `Recipe`; both `high_precision_grad_weight` and `folded`, or the former
             and `fast_accum_grad_weight`.
+
+    Example:
+        >>> fp8lt.RowwiseScaling(folded=True).name
+        'rowwise_folded'
+        >>> x = torch.tensor([[1e-4], [1e4]])  # a scale for each row: none is flushed to zero
+        >>> fp8lt.linear(x, torch.ones(1, 1), recipe=fp8lt.RowwiseScaling()).count_nonzero()
+        tensor(2)
     """
 
     fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
@@ -192,6 +210,12 @@ class BlockScaling(Recipe):
 
     Raises:
         ValueError: as for `Recipe`; fast accumulation, which cuBLASLt lacks with block scales.
+
+    Example:
+        >>> recipe = fp8lt.BlockScaling(power_of_two_scales=True)
+        >>> fp8lt.linear(torch.ones(2, 3), torch.ones(1, 3), recipe=recipe)
+        tensor([[3.],
+                [3.]])
     """
 
     fp8_format: Literal["hybrid", "e4m3"] = "e4m3"

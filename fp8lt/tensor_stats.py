@@ -52,7 +52,15 @@ class TensorStat(NamedTuple):
 
 
 class TensorStats:
-    """The answer of `tensor_stats`. Reading it waits for the device; `print` shows all of it."""
+    """The answer of `tensor_stats`. Reading it waits for the device; `print` shows all of it.
+
+    Example:
+        >>> layer = fp8lt.Linear(2, 2)
+        >>> with fp8lt.tensor_stats(layer) as stats:
+        ...     _ = layer(torch.tensor([[3.0, -5.0]]))
+        >>> [(row.tensor, row.amax) for row in stats.rows if row.tensor == "x"]
+        [('x', 5.0)]
+    """
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], _Sums] = {}
