@@ -6,10 +6,11 @@
 
 Modes: layer (forward, and with backward), quantize (that of every recipe, against the floors of one
 and two reads), gemm (the layer's GEMMs by themselves), host (wall time per call at small shapes),
-decode (inference of few tokens with a quantised weight), model (four Llama-like blocks, eager and
-compiled, and peak memory), step (a training step of a whole decoder, eager, compiled and graphed),
-nanochat (a training step of examples/nanochat.py at two depths, eager and compiled), all. fp8lt's
-contenders are its recipes, and `fp8lt` is tensorwise.
+decode (inference of few tokens with a quantised weight), sizes (from which size on a layer gains
+from FP8), model (four Llama-like blocks, eager and compiled, and peak memory), step (a training
+step of a whole decoder, eager, compiled and graphed), nanochat (a training step of
+examples/nanochat.py at two depths, eager and compiled), all. fp8lt's contenders are its recipes,
+and `fp8lt` is tensorwise.
 
 Peers that are not installed are listed as missing; one that raises is listed as failed with the
 reason; one whose results are not close to float64 is marked WRONG and not timed. How it is
@@ -33,6 +34,7 @@ import bench_linear
 import bench_model
 import bench_modes
 import bench_nanochat
+import bench_sizes
 import bench_step
 import torch
 from bench_core import Bench, Result, Shape
@@ -50,6 +52,7 @@ MODES = {
     "gemm": bench_modes.gemm,
     "host": bench_modes.host,
     "decode": bench_modes.decode,
+    "sizes": bench_sizes.sizes,
     "model": bench_model.model,  # last: these take longest
     "step": bench_step.step,
     "nanochat": bench_nanochat.measure,

@@ -51,12 +51,12 @@ def shapes_of(mode: str, bench: Bench) -> list[Shape]:
 
 
 def linear_mode(
-    bench: Bench, mode: str, line_up: Sequence[Contender], phases: Sequence[Phase],
+    bench: Bench, wanted: Sequence[Shape], line_up: Sequence[Contender], phases: Sequence[Phase],
+    *, parts_too: bool = False,
 ) -> Result:  # fmt: skip
-    """Measure every shape of a mode; with `layer`, the parts of fp8lt's, too."""
+    """Measure the wanted shapes; the parts of fp8lt's layers, too, where they are asked for."""
     contenders, lost = bench.choose(line_up)
-    profiled = [c for c in contenders if c.name in PROFILED] if mode == "layer" else []
-    wanted = shapes_of(mode, bench)
+    profiled = [c for c in contenders if c.name in PROFILED] if parts_too else []
     bench.expect(len(wanted) * (len(phases) * len(contenders) + len(profiled)))
     rows: list[Row] = []
     parts: list[Row] = []
@@ -80,7 +80,7 @@ def linear_mode(
 
 def layer(bench: Bench) -> Result:
     phases = [Phase(FORWARD, False, "layer"), Phase(BOTH, True, "layer")]
-    return linear_mode(bench, "layer", TRAINING, phases)
+    return linear_mode(bench, shapes_of("layer", bench), TRAINING, phases, parts_too=True)
 
 
 def gemm(bench: Bench) -> Result:
@@ -89,7 +89,7 @@ def gemm(bench: Bench) -> Result:
 
 def host(bench: Bench) -> Result:
     phases = [Phase(FORWARD, False, "host"), Phase(BOTH, True, "host")]
-    return linear_mode(bench, "host", TRAINING, phases)
+    return linear_mode(bench, shapes_of("host", bench), TRAINING, phases)
 
 
 def quantize(bench: Bench) -> Result:
@@ -98,4 +98,4 @@ def quantize(bench: Bench) -> Result:
 
 def decode(bench: Bench) -> Result:
     phases = [Phase(FORWARD, False, "layer"), Phase(HIDDEN, False, "device")]
-    return linear_mode(bench, "decode", INFERENCE, phases)
+    return linear_mode(bench, shapes_of("decode", bench), INFERENCE, phases)

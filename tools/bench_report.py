@@ -11,6 +11,7 @@ TITLES = {
     "gemm": "us and speed-up over cuBLASLt's first heuristic",
     "host": "host us per call and time over bf16's",
     "decode": "us and speed-up over bf16",
+    "sizes": "speed-up over bf16",
     "model": "us and speed-up over bf16 in the same mode",
     "step": "us and speed-up over bf16 in the same mode",
     "nanochat": "us and speed-up over bf16 at the same depth, in the same mode",
@@ -140,6 +141,36 @@ def model_parts_table(rows: list[Row]) -> list[str]:
     return aligned(table)
 
 
+def sizes_table(rows: list[Row]) -> list[str]:
+    """Return shapes x contenders: the speed-ups of each phase."""
+    columns = unique((r["contender"], r["phase"]) for r in rows if r["contender"] != "bf16")
+    at = {(row["case"], row["contender"], row["phase"]): row["ratio"] for row in rows}
+    size = {row["case"]: row["size"] for row in rows}
+    table: list[Sequence[str]] = [
+        ("fwd+bwd, or (host hidden)", "size", *unique(name for name, _ in columns))
+    ]
+    for case in sorted(size, key=size.__getitem__):
+        cells: dict[str, str] = {}
+        for name, phase in columns:
+            ratio = at.get((case, name, phase))
+            shown = "-" if ratio is None else f"{ratio:.2f}x"
+            cells[name] = f"{cells[name]} ({shown})" if name in cells else shown
+        table.append((case, f"{size[case]:.0f}", *cells.values()))
+    return aligned(table)
+
+
+def rules_table(rules: list[dict[str, Any]]) -> list[str]:
+    table: list[Sequence[str]] = [
+        ("FP8 from a size on", "phase", "size", "shapes", "wrong", "loss", "at worst")
+    ]
+    for rule in rules:
+        table.append((
+            rule["contender"], rule["phase"], f"{rule['least_size']:.0f}", str(rule["shapes"]),
+            str(rule["wrong"]), f"{rule['mean_loss']:.1%}", f"{rule['worst_loss']:.1%}",
+        ))  # fmt: skip
+    return aligned(table, left=2)
+
+
 def tokens_table(rows: list[Row]) -> list[str]:
     table: list[Sequence[str]] = [("tokens/s", "")]
     for row in rows:
@@ -195,6 +226,8 @@ def mode_report(mode: str, result: Result) -> str:
     blocks = []
     if mode == "quantize":
         blocks.append(quantize_table(rows))
+    elif mode == "sizes":
+        blocks += [sizes_table(rows), rules_table(result.get("rules", []))]
     elif mode == "model":  # each case has contenders of its own
         for case in unique(row["case"] for row in rows):
             mine = [row for row in rows if row["case"] == case]
