@@ -184,6 +184,15 @@ def test_the_readme_has_no_other_figures() -> None:
     assert re.findall(rf"(?<![\w.])[\d.,]+(?:e-?\d+)?(?:x| ?(?:{units}))(?!\w)", rest) == []
 
 
+def test_every_recorded_file_is_listed_with_its_command() -> None:
+    listed = re.findall(r"^\| (`.*?) \| ", (RESULTS / "README.md").read_text(), re.MULTILINE)
+    names = {name for cell in listed for name in re.findall(r"`(\w+\.json)`", cell)}
+    pictures = {
+        re.findall(r"`(\w+)\.json`", cell)[0] + ".png" for cell in listed if "`.png`" in cell
+    }
+    assert names | pictures == {file.name for file in RESULTS.iterdir()} - {"README.md"}
+
+
 def test_the_speed_of_a_layer_in_the_readme_is_that_recorded() -> None:
     (_, *shapes), *lines = table("speed-up over bf16")
     told = {
