@@ -144,16 +144,16 @@ _RETURNS = "(Tensor dx, Tensor dw, Tensor db)"  # what was not asked for has no 
 
 
 def _linear_backward(*args: Any) -> tuple[Tensor, ...]:
-    *operands_, kind = args[:8]
-    return _computed(operands_, resolve(NAMES[kind]), None, *args[8:])
+    *given, kind = args[:8]
+    return _computed(given, resolve(NAMES[kind]), None, *args[8:])
 
 
 def _linear_backward_delayed(*args: Any) -> tuple[Tensor, ...]:
-    *operands_, amaxes, margin, most_recent = args[:10]
+    *given, amaxes, margin, most_recent = args[:10]
     recipe = DelayedScaling(
         margin=margin, amax_compute_algo="most_recent" if most_recent else "max"
     )
-    return _computed(operands_, recipe, History(amaxes[_ROLE_OF_DY], True), *args[10:])
+    return _computed(given, recipe, History(amaxes[_ROLE_OF_DY], True), *args[10:])
 
 
 def _computed(
