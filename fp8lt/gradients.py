@@ -18,7 +18,7 @@ from torch import Tensor
 from . import device, operands, ops, schemas
 from .operands import Columns
 from .recipe import NAMES, DelayedScaling, Recipe, resolve
-from .state import Histories, History
+from .state import History
 
 
 class Gradients(NamedTuple):
@@ -43,7 +43,7 @@ def of(
     w: Columns | None,
     k: int,
     recipe: Recipe,
-    histories: Histories | None,
+    history: History | None,
     dtypes: Dtypes,
     *,
     need_bias: bool,
@@ -52,13 +52,12 @@ def of(
 ) -> Gradients:
     """Quantise dy [M, N]; return dx if there are columns of `w`, dw if there are some of `x`.
 
-    k: columns of x and w before they were padded. histories: for recipe "delayed".
+    k: columns of x and w before they were padded. history: that of dy, for recipe "delayed".
     need_bias: db, too. main_grad: what dw is added to, in place of being returned.
     """
     native = not (backend.emulated or backend.scaled_mm)
     if torch.compiler.is_compiling() and native and main_grad is None:
-        return _in_one_operator(dy, x, w, k, recipe, histories, dtypes, need_bias)
-    history = histories.dy if histories else None
+        return _in_one_operator(dy, x, w, k, recipe, history, dtypes, need_bias)
     return _compute(dy, x, w, k, recipe, history, dtypes, need_bias, backend, main_grad)
 
 
@@ -106,7 +105,7 @@ def _in_one_operator(
     w: Columns | None,
     k: int,
     recipe: Recipe,
-    histories: Histories | None,
+    history: History | None,
     dtypes: Dtypes,
     need_bias: bool,
 ) -> Gradients:
@@ -116,10 +115,10 @@ def _in_one_operator(
         recipe.backward_dtype(device.formats(dy.device)), recipe.fast_accum_grad_input,
         recipe.fast_accum_grad_weight, recipe.power_of_two_scales,
     )  # fmt: skip
-    if isinstance(recipe, DelayedScaling) and histories is not None:
+    if isinstance(recipe, DelayedScaling) and history is not None:
         most_recent = recipe.amax_compute_algo == "most_recent"
         dx, dw, db = torch.ops.fp8lt.linear_backward_delayed.default(
-            dy, *columns, histories.amaxes, recipe.margin, most_recent, *options
+            dy, *columns, history.amaxes, recipe.margin, most_recent, *options
         )
     else:
         kind = NAMES.index(recipe.name)
@@ -131,7 +130,6 @@ _NO_COLUMNS = (None, None, None)
 
 # ---------------------------------------------------------------------------------- the operators
 
-_ROLE_OF_DY = 2  # its row of the histories
 _OPERANDS = (
     "Tensor dy, Tensor? x_t, Tensor? x_scale_inv, Tensor? x_fold,"
     " Tensor? w_t, Tensor? w_scale_inv, Tensor? w_fold"
@@ -149,11 +147,11 @@ def _linear_backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _linear_backward_delayed(*args: Any) -> tuple[Tensor, ...]:
-    *given, amaxes, margin, most_recent = args[:10]
+    *given, state, margin, most_recent = args[:10]
     recipe = DelayedScaling(
         margin=margin, amax_compute_algo="most_recent" if most_recent else "max"
     )
-    return _computed(given, recipe, History(amaxes[_ROLE_OF_DY], True), *args[10:])
+    return _computed(given, recipe, History(state, True), *args[10:])
 
 
 def _computed(
@@ -198,7 +196,7 @@ schemas.define(
     _check, _linear_backward, _linear_backward,
 )  # fmt: skip
 schemas.define(
-    f"linear_backward_delayed({_OPERANDS}, Tensor(a!) amaxes, int margin, bool most_recent,"
+    f"linear_backward_delayed({_OPERANDS}, Tensor(a!) state, int margin, bool most_recent,"
     f" {_OPTIONS}) -> {_RETURNS}",
     _check, _linear_backward_delayed, _linear_backward_delayed,
 )  # fmt: skip

@@ -256,7 +256,8 @@ class _Linear(torch.autograd.Function):
             *_saved(need_x, w if ctx.recompute_w else None, _rows(wq) if ctx.transpose_w else wq),
         )
         ctx.recipe, ctx.backend, ctx.x_shape = recipe, backend, x.shape
-        ctx.main_grad, ctx.histories = main_grad, histories
+        ctx.main_grad = main_grad
+        ctx.history_of_dy = histories.dy if histories else None
         ctx.dtypes = gradients.Dtypes(x.dtype, w.dtype, None if bias is None else bias.dtype)
         return y
 
@@ -289,7 +290,7 @@ class _Linear(torch.autograd.Function):
         total, _ = ctx.main_grad
         if need_x or x_columns is not None:
             dx, dw, db = gradients.of(
-                dy, x_columns, w_columns, k, recipe, ctx.histories, dtypes,
+                dy, x_columns, w_columns, k, recipe, ctx.history_of_dy, dtypes,
                 need_bias=need_bias, backend=ctx.backend, main_grad=total,
             )  # fmt: skip
             dx = None if dx is None else dx.view(ctx.x_shape)

@@ -70,7 +70,7 @@ Tensors3 linear_backward(const Tensor& dy, const OptionalTensor& x_t,
 Tensors3 linear_backward_delayed(const Tensor& dy, const OptionalTensor& x_t,
                                  const OptionalTensor& x_scale_inv, const OptionalTensor& x_fold,
                                  const OptionalTensor& w_t, const OptionalTensor& w_scale_inv,
-                                 const OptionalTensor& w_fold, Tensor amaxes, int64_t margin,
+                                 const OptionalTensor& w_fold, Tensor state, int64_t margin,
                                  bool most_recent, int64_t k, ScalarType x_dtype,
                                  ScalarType w_dtype, std::optional<ScalarType> bias_dtype,
                                  ScalarType backward_fp8, bool fast_grad_input,
@@ -83,10 +83,11 @@ Tensors3 linear_backward_delayed(const Tensor& dy, const OptionalTensor& x_t,
   made.power_of_two = power_of_two;
   made.margin = margin;
   made.most_recent = most_recent;
-  constexpr int64_t kRoleOfDy = 2;
+  TORCH_CHECK(state.dim() == 1, "fp8lt: want state [H + 2], got ", state.sizes());
+  constexpr int64_t kRow = 0;
   constexpr bool kRecord = true;
   return gradients(dy, columns(x_t, x_scale_inv, x_fold), columns(w_t, w_scale_inv, w_fold), k,
-                   x_dtype, w_dtype, bias_dtype, made, {std::move(amaxes), kRoleOfDy, kRecord});
+                   x_dtype, w_dtype, bias_dtype, made, {std::move(state), kRow, kRecord});
 }
 
 }  // namespace
