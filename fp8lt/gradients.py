@@ -4,9 +4,10 @@
     dw = dy.T @ x       columns of dy, columns of x     [N, M] @ [K, M].T
     db = dy.sum(0)      from the unquantised dy
 
-That is a quantise and two GEMMs. In a compiler's graph each would be a call from Python and a check
-of every result, which a host has no time for: there one operator, `fp8lt::linear_backward`, does
-all three.
+That is a quantise and two GEMMs. In a compiler's graph each is a call from Python and a check of
+every result, which a host has no time for where GEMMs are short: there one operator,
+`fp8lt::linear_backward`, does all three. While it runs, dy and the columns of both are alive, which
+three calls would let go one by one: where GEMMs are long, they stay three.
 """
 
 import dataclasses
@@ -19,6 +20,9 @@ from . import device, operands, ops, schemas
 from .operands import Columns
 from .recipe import NAMES, DelayedScaling, Recipe, resolve
 from .state import History
+
+# N * K up to which GEMMs count as short: 4096 x 4096. M has no say, as no graph shall depend on it.
+SHORT = 1 << 24
 
 
 class Gradients(NamedTuple):
@@ -56,7 +60,8 @@ def of(
     need_bias: db, too. main_grad: what dw is added to, in place of being returned.
     """
     native = not (backend.emulated or backend.scaled_mm)
-    if torch.compiler.is_compiling() and native and main_grad is None:
+    short = dy.shape[1] * k <= SHORT
+    if torch.compiler.is_compiling() and native and short and main_grad is None:
         return _in_one_operator(dy, x, w, k, recipe, history, dtypes, need_bias)
     return _compute(dy, x, w, k, recipe, history, dtypes, need_bias, backend, main_grad)
 
@@ -179,10 +184,25 @@ def _computed(
     return tuple(dy.new_empty(0) if g is None else g for g in found)
 
 
-def _check(dy: Tensor, *args: Any) -> None:
+def _check_kind(*args: Any) -> None:
+    kind = args[7]
+    if not 0 <= kind < len(NAMES) or NAMES[kind] == "delayed":
+        raise RuntimeError(f"fp8lt: want recipe an index of {NAMES}, not delayed, got {kind}")
+    _check(args[0], *args[1:], backward_fp8=args[12])
+
+
+def _check_delayed(*args: Any) -> None:
+    _check(args[0], *args[1:], backward_fp8=args[14])
+
+
+def _check(dy: Tensor, *args: Any, backward_fp8: torch.dtype) -> None:
     """Check what the operators that this is made of do not."""
     if dy.dim() != 2:
         raise RuntimeError(f"fp8lt: want dy [M, N], got {list(dy.shape)}")
+    if backward_fp8 not in schemas.FP8_DTYPES:
+        raise RuntimeError(
+            f"fp8lt: want backward_fp8 float8_e4m3fn or float8_e5m2, got {backward_fp8}"
+        )
     x_t, x_scale_inv, _, w_t, w_scale_inv, *_ = args
     if (x_t is None) != (x_scale_inv is None) or (w_t is None) != (w_scale_inv is None):
         raise RuntimeError(
@@ -193,10 +213,10 @@ def _check(dy: Tensor, *args: Any) -> None:
 # Fake tensors go the same way as a CPU's: what it is made of has fakes.
 schemas.define(
     f"linear_backward({_OPERANDS}, int recipe, {_OPTIONS}) -> {_RETURNS}",
-    _check, _linear_backward, _linear_backward,
+    _check_kind, _linear_backward, _linear_backward,
 )  # fmt: skip
 schemas.define(
     f"linear_backward_delayed({_OPERANDS}, Tensor(a!) state, int margin, bool most_recent,"
     f" {_OPTIONS}) -> {_RETURNS}",
-    _check, _linear_backward_delayed, _linear_backward_delayed,
+    _check_delayed, _linear_backward_delayed, _linear_backward_delayed,
 )  # fmt: skip

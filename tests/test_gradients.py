@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import fp8lt
-from fp8lt import gradients, operands, recipe
+from fp8lt import gradients, operands, ops, recipe
 from fp8lt.gradients import Dtypes, Gradients
 from fp8lt.operands import Columns
 from fp8lt.state import Histories
@@ -82,6 +82,45 @@ def test_it_passes_opcheck(
         torch.library.opcheck(operator.default, args)
 
 
+def test_of_a_large_layer_it_stays_three_operators(
+    on: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one it would keep dy, and the columns of w, alive until its end."""
+    calls = []
+    with monkeypatch.context() as patch:
+        patch.setattr(gradients, "_in_one_operator", lambda *_: calls.append("one"))
+        patch.setattr(gradients, "_compute", lambda *_: calls.append("three"))
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        for n in (gradients.SHORT // K, gradients.SHORT // K + 1):
+            dy = torch.empty(0, n, device=on)
+            gradients.of(
+                dy, None, None, K, recipe.resolve("tensorwise"), None,
+                Dtypes(torch.bfloat16, torch.bfloat16, None), need_bias=False,
+                backend=ops.OPERATORS, main_grad=None,
+            )  # fmt: skip
+    assert calls == ["one", "three"]
+
+
+@NAMES
+def test_compiled_autograd_takes_it(on: torch.device, name: str) -> None:
+    """Also where forward has been compiled, and left what it keeps to autograd."""
+    compiled_autograd = torch._dynamo.compiled_autograd
+    results = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer = fp8lt.Linear(48, 40, recipe=name).to(on)
+        x = randn(33, 48, on=on, dtype=torch.float32).requires_grad_()
+        if compiled:
+            y = torch.compile(layer, backend="aot_eager")(x)
+            with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+                y.square().sum().backward()
+        else:
+            layer(x).square().sum().backward()
+        results.append([x.grad, *(p.grad for p in layer.parameters()), *layer.buffers()])
+    assert all(map(torch.equal, *results))
+
+
 @NAMES
 def test_a_compiled_backward_is_one_operator_for_each_layer(on: torch.device, name: str) -> None:
     torch.manual_seed(0)
@@ -116,14 +155,24 @@ def test_what_does_not_fit_is_refused(on: torch.device) -> None:
     dy, x, w, *_ = call("tensorwise", on, "both", False, "contiguous")
     operator, dtypes = torch.ops.fp8lt.linear_backward.default, (torch.bfloat16,) * 2
 
-    def run(dy: Tensor, x: tuple[Any, ...], w: tuple[Any, ...]) -> Gradients:
-        fp8 = torch.float8_e5m2
-        return operator(dy, *x, *w, 0, K, *dtypes, None, fp8, False, False, False)
+    def run(
+        dy: Tensor,
+        x: tuple[Any, ...],
+        w: tuple[Any, ...],
+        kind: int = 0,
+        fp8: torch.dtype = torch.float8_e5m2,
+    ) -> Gradients:
+        return operator(dy, *x, *w, kind, K, *dtypes, None, fp8, False, False, False)
 
     with pytest.raises(RuntimeError, match=r"want dy \[M, N\], got \[1, 33, 48\]"):
         run(dy[None], x, w)
     for bad in ((x.data_t, None, None), (None, x.scale_inv_t, None)):
         with pytest.raises(RuntimeError, match=r"want x_t and x_scale_inv, .* both or neither"):
             run(dy, bad, w)
+    for kind in (-1, 1, 6):  # 1: delayed has an operator of its own
+        with pytest.raises(RuntimeError, match=f"fp8lt: want recipe .* got {kind}"):
+            run(dy, x, w, kind)
+    with pytest.raises(RuntimeError, match=r"want .* float8_e4m3fn or float8_e5m2, got "):
+        run(dy, x, w, fp8=torch.float32)
     with pytest.raises(RuntimeError, match=r"fp8lt: want b \["):
         run(dy, Columns(x.data_t[:16], *x[1:]), w)

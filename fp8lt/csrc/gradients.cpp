@@ -39,7 +39,7 @@ Tensors3 gradients(const Tensor& dy, const Columns& x, const Columns& w, int64_t
   if (need_x) {
     dx = gemm_nt(q.data, w.data_t, q.scale_inv, w.scale_inv_t, {dy.size(0), k}, std::nullopt,
                  x_dtype, recipe.fast_grad_input, recipe.forward_scalings());
-    q.data = Tensor();  // before dw: they may be the largest there are
+    q.data = q.scale_inv = Tensor();  // before dw; they may share their memory
   }
   if (need_w) {
     dw = gemm_nt(q.data_t, x.data_t, q.scale_inv_t, x.scale_inv_t, {dy.size(1), k}, std::nullopt,
@@ -57,6 +57,10 @@ Tensors3 linear_backward(const Tensor& dy, const OptionalTensor& x_t,
                          ScalarType x_dtype, ScalarType w_dtype,
                          std::optional<ScalarType> bias_dtype, ScalarType backward_fp8,
                          bool fast_grad_input, bool fast_grad_weight, bool power_of_two) {
+  constexpr auto kDelayed = static_cast<int64_t>(Recipe::Kind::kDelayed);
+  constexpr auto kLast = static_cast<int64_t>(Recipe::Kind::kBlockwise);
+  TORCH_CHECK(recipe >= 0 && recipe <= kLast && recipe != kDelayed,
+              "fp8lt: want recipe in 0 ... ", kLast, ", not ", kDelayed, ", got ", recipe);
   Recipe made{};
   made.kind = static_cast<Recipe::Kind>(recipe);
   made.backward_fp8 = backward_fp8;
