@@ -190,3 +190,18 @@ def test_a_context_makes_no_recompilations(on: torch.device, outside: bool) -> N
             got = compiled(x)
         assert torch.equal(got, inside(x))
         assert counter.frame_count == frames
+
+
+def test_a_compiled_transform_is_an_error_and_no_zero() -> None:
+    """`torch.func` under a compiler asks the operators for derivatives, which they do not have."""
+    w, x = torch.randn(32, 48), torch.randn(4, 48)
+    gradient = torch.func.grad(lambda x: fp8lt.linear(x, w).square().sum())
+    with pytest.raises(RuntimeError, match="functorch transforms|derivative for fp8lt::"):
+        torch.compile(gradient, backend="aot_eager")(x)
+
+
+def test_an_operator_has_no_derivative() -> None:
+    x = torch.randn(4, 48, requires_grad=True)
+    data, *_ = torch.ops.fp8lt.quantize_tensorwise.default(x, torch.float8_e4m3fn, True, True)
+    with pytest.raises(RuntimeError, match="derivative for fp8lt::quantize_tensorwise"):
+        data.float().sum().backward()
