@@ -196,7 +196,7 @@ def test_a_compiled_transform_is_an_error_and_no_zero() -> None:
     """`torch.func` under a compiler asks the operators for derivatives, which they do not have."""
     w, x = torch.randn(32, 48), torch.randn(4, 48)
     gradient = torch.func.grad(lambda x: fp8lt.linear(x, w).square().sum())
-    with pytest.raises(RuntimeError, match="functorch transforms|derivative for fp8lt::"):
+    with pytest.raises(RuntimeError, match=r"functorch transforms|derivative for fp8lt::"):
         torch.compile(gradient, backend="aot_eager")(x)
 
 
