@@ -18,19 +18,12 @@ from torch import Tensor
 
 from . import device, operands, ops, schemas
 from .operands import Columns
+from .operators import define
 from .recipe import NAMES, DelayedScaling, Recipe, resolve
 from .state import History
 
 # N * K up to which GEMMs count as short: 4096 x 4096. M has no say, as no graph shall depend on it.
 SHORT = 1 << 24
-
-
-class Gradients(NamedTuple):
-    """Those that were asked for."""
-
-    dx: Tensor | None = None  # [M, K]
-    dw: Tensor | None = None  # [N, K]
-    db: Tensor | None = None  # [N]
 
 
 class Dtypes(NamedTuple):
@@ -41,43 +34,40 @@ class Dtypes(NamedTuple):
     bias: torch.dtype | None
 
 
-def of(
-    dy: Tensor,
-    x: Columns | None,
-    w: Columns | None,
-    k: int,
-    recipe: Recipe,
-    history: History | None,
-    dtypes: Dtypes,
-    *,
-    need_bias: bool,
-    backend: ops.Backend,
-    main_grad: Tensor | None,
-) -> Gradients:
-    """Quantise dy [M, N]; return dx if there are columns of `w`, dw if there are some of `x`.
+class Backward(NamedTuple):
+    """What gradients are made of: dx is wanted if there are columns of w, dw if some of x."""
 
-    k: columns of x and w before they were padded. history: that of dy, for recipe "delayed".
-    need_bias: db, too. main_grad: what dw is added to, in place of being returned.
-    """
+    dy: Tensor  # [M, N]
+    x: Columns | None
+    w: Columns | None
+    k: int  # columns of x and w before they were padded
+    recipe: Recipe
+    history: History | None  # that of dy, for recipe "delayed"
+    dtypes: Dtypes
+    need_bias: bool
+
+
+class Gradients(NamedTuple):
+    """Those that were asked for."""
+
+    dx: Tensor | None = None  # [M, K]
+    dw: Tensor | None = None  # [N, K]
+    db: Tensor | None = None  # [N]
+
+
+def of(given: Backward, backend: ops.Backend, main_grad: Tensor | None) -> Gradients:
+    """Return the gradients. main_grad: what dw is added to, in place of being returned."""
     native = not (backend.emulated or backend.scaled_mm)
-    short = dy.shape[1] * k <= SHORT
+    short = given.dy.shape[1] * given.k <= SHORT
     if torch.compiler.is_compiling() and native and short and main_grad is None:
-        return _in_one_operator(dy, x, w, k, recipe, history, dtypes, need_bias)
-    return _compute(dy, x, w, k, recipe, history, dtypes, need_bias, backend, main_grad)
+        return _in_one_operator(given)
+    return _in_parts(given, backend, main_grad)
 
 
-def _compute(
-    dy: Tensor,
-    x: Columns | None,
-    w: Columns | None,
-    k: int,
-    recipe: Recipe,
-    history: History | None,
-    dtypes: Dtypes,
-    need_bias: bool,
-    backend: ops.Backend = ops.OPERATORS,
-    main_grad: Tensor | None = None,
+def _in_parts(
+    given: Backward, backend: ops.Backend = ops.OPERATORS, main_grad: Tensor | None = None
 ) -> Gradients:
+    dy, x, w, k, recipe, history, dtypes, need_bias = given
     m, n = dy.shape
     scalings = operands.scalings(recipe)
     how: dict[str, Any] = {"emulated": backend.emulated, "scaled_mm": backend.scaled_mm}
@@ -94,26 +84,16 @@ def _compute(
         )  # fmt: skip
     if x is not None:
         factors = (dyq.data_t, x.data_t, dyq.scale_inv_t, x.scale_inv_t)
-        options: dict[str, Any] = {
-            "scaling": scalings.grad_weight, "fast_accum": recipe.fast_accum_grad_weight, **how,
-        }  # fmt: skip
+        how |= {"scaling": scalings.grad_weight, "fast_accum": recipe.fast_accum_grad_weight}
         if main_grad is None:
-            dw = ops.gemm_nt(*factors, n, k, out_dtype=dtypes.w, **options)
+            dw = ops.gemm_nt(*factors, n, k, out_dtype=dtypes.w, **how)
         else:
-            ops.gemm_nt_add(*factors, main_grad, **options)
+            ops.gemm_nt_add(*factors, main_grad, **how)
     return Gradients(dx, dw, dyq.sums if need_bias else None)
 
 
-def _in_one_operator(
-    dy: Tensor,
-    x: Columns | None,
-    w: Columns | None,
-    k: int,
-    recipe: Recipe,
-    history: History | None,
-    dtypes: Dtypes,
-    need_bias: bool,
-) -> Gradients:
+def _in_one_operator(given: Backward) -> Gradients:
+    dy, x, w, k, recipe, history, dtypes, need_bias = given
     columns = (*(x or _NO_COLUMNS), *(w or _NO_COLUMNS))
     options = (
         k, dtypes.x, dtypes.w, dtypes.bias if need_bias else None,
@@ -180,7 +160,8 @@ def _computed(
     )  # fmt: skip
     x, w = (None if c[0] is None else Columns(*c) for c in (columns[:3], columns[3:]))
     dtypes = Dtypes(x_dtype, w_dtype, bias_dtype)
-    found = _compute(dy, x, w, k, recipe, history, dtypes, bias_dtype is not None)
+    need_bias = bias_dtype is not None
+    found = _in_parts(Backward(dy, x, w, k, recipe, history, dtypes, need_bias))
     return tuple(dy.new_empty(0) if g is None else g for g in found)
 
 
@@ -211,11 +192,11 @@ def _check(dy: Tensor, *args: Any, backward_fp8: torch.dtype) -> None:
 
 
 # Fake tensors go the same way as a CPU's: what it is made of has fakes.
-schemas.define(
+define(
     f"linear_backward({_OPERANDS}, int recipe, {_OPTIONS}) -> {_RETURNS}",
     _check_kind, _linear_backward, _linear_backward,
 )  # fmt: skip
-schemas.define(
+define(
     f"linear_backward_delayed({_OPERANDS}, Tensor(a!) state, int margin, bool most_recent,"
     f" {_OPTIONS}) -> {_RETURNS}",
     _check_delayed, _linear_backward_delayed, _linear_backward_delayed,

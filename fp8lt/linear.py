@@ -289,10 +289,10 @@ class _Linear(torch.autograd.Function):
             w_columns = operands.Columns(w_t, w_scale_inv, w_fold)
         total, _ = ctx.main_grad
         if need_x or x_columns is not None:
-            dx, dw, db = gradients.of(
-                dy, x_columns, w_columns, k, recipe, ctx.history_of_dy, dtypes,
-                need_bias=need_bias, backend=ctx.backend, main_grad=total,
-            )  # fmt: skip
+            given = gradients.Backward(
+                dy, x_columns, w_columns, k, recipe, ctx.history_of_dy, dtypes, need_bias
+            )
+            dx, dw, db = gradients.of(given, ctx.backend, total)
             dx = None if dx is None else dx.view(ctx.x_shape)
         elif need_bias:
             db = dy.sum(0, dtype=torch.float32).to(dtypes.bias)

@@ -1,11 +1,9 @@
 """The operators as PyTorch's dispatcher knows them: schemas, checks, CPU kernels, fakes.
 
-`emulate.py` says what they compute, `ops.py` is how they are called. The compiled extension adds
-CUDA kernels for the same schemas. Arguments are checked here, by the CPU kernel and the fake alike;
-the extension checks once more what it would read out of bounds.
+`emulate.py` says what they compute, `ops.py` is how they are called. Arguments are checked here, by
+the CPU kernel and the fake alike; the extension checks once more what it would read out of bounds.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from . import device, emulate
 from .emulate import BLOCKWISE, PAD, Scaling, blocks, grid_columns, padded
+from .operators import define, library
 
 REAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_DTYPES = (*device.OCP, *device.FNUZ)
@@ -25,58 +24,6 @@ PAIRS = (
     (Scaling.BLOCKWISE_1X128, Scaling.BLOCKWISE_128X128),
     (Scaling.BLOCKWISE_128X128, Scaling.BLOCKWISE_1X128),
 )
-_library = torch.library.Library("fp8lt", "DEF")
-
-
-def define(
-    schema: str, check: Callable[..., None], compute: Callable[..., Any], fake: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Define an operator on the CPU and for fake tensors; return its checked emulation."""
-    name = schema.partition("(")[0]
-
-    # The dispatcher leaves trailing arguments out that have their defaults: so do these.
-    def emulated(*args: Any) -> Any:
-        check(*args)
-        return compute(*args)
-
-    def shapes(*args: Any) -> Any:
-        check(*args)
-        return fake(*args)
-
-    _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    _library.impl(name, emulated, "CPU")
-    _library.impl(name, _without_derivative(name), "Autograd")
-    torch.library.register_fake(f"fp8lt::{name}", shapes, lib=_library)
-    return emulated
-
-
-def _without_derivative(name: str) -> Callable[..., Any]:
-    """Return what autograd runs for an operator, where the extension has not put its own there.
-
-    The layer has a derivative, the operators that it is made of have none: to ask for one is an
-    error. By default PyTorch would go on with zeros, as where a compiler takes `torch.func.grad`.
-    """
-
-    def run(*args: Any) -> Any:
-        operator = getattr(torch.ops.fp8lt, name).default
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            return _NoDerivative.apply(operator, *args)
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*args)
-
-    return run
-
-
-class _NoDerivative(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, operator: Any, *args: Any) -> Any:
-        ctx.operator = operator
-        return operator(*args)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
-        raise RuntimeError(f"derivative for {ctx.operator.name()} is not implemented")
-
 
 # --------------------------------------------------------------------------------------- quantise
 
@@ -432,17 +379,17 @@ _OPTIONS = (
     "ScalarType forward_fp8, ScalarType backward_fp8, ScalarType out_dtype, bool fast_output,"
     " bool fast_grad_input, bool fast_grad_weight, bool recompute_weight, bool power_of_two"
 )
-_library.define(f"linear({_OPERANDS}, int recipe, {_OPTIONS}) -> Tensor")
-_library.define(
+library.define(f"linear({_OPERANDS}, int recipe, {_OPTIONS}) -> Tensor")
+library.define(
     f"linear_delayed({_OPERANDS}, Tensor(a!) amaxes, Tensor(b!) scaled_by, bool record,"
     f" {_OPTIONS}, int margin, bool most_recent) -> Tensor"
 )
-_library.define("cublaslt_versions() -> (int compiled, int loaded)")
-_library.define("set_autotune(bool enabled, str directory, bool verbose) -> ()")
+library.define("cublaslt_versions() -> (int compiled, int loaded)")
+library.define("set_autotune(bool enabled, str directory, bool verbose) -> ()")
 
 
-@torch.library.register_fake("fp8lt::linear", lib=_library)
-@torch.library.register_fake("fp8lt::linear_delayed", lib=_library)
+@torch.library.register_fake("fp8lt::linear", lib=library)
+@torch.library.register_fake("fp8lt::linear_delayed", lib=library)
 def _linear_fake(x: Tensor, w: Tensor, *args: Any) -> Tensor:
     _, _, out_dtype = (one for one in args if isinstance(one, torch.dtype))
     return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype)

@@ -26,8 +26,8 @@ Limits:
   `fullgraph=True`; unless `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint` is
   set, which this cannot be used with. What was compiled outside of a region and is then called
   inside of one, in eager mode, records once more in the recomputation.
-- A layer that is compiled by itself must run its backward before its next forward: PyTorch refuses
-  a backward whose saved history has changed since. Within one graph it may run several times.
+- What is compiled must run its backward before its next forward: PyTorch refuses a backward whose
+  saved history has changed since. Within one graph a layer may run several times.
 - Ranks of a distributed run have histories of their own until `reduce_amaxes` is called; but DDP
   gives them those of rank 0 at each forward, as all buffers, unless `broadcast_buffers=False`.
 - `torch.cuda.make_graphed_callables` warms up with gradients that nobody has set, and their amaxes

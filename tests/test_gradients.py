@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import fp8lt
 from fp8lt import gradients, operands, ops, recipe
-from fp8lt.gradients import Dtypes, Gradients
+from fp8lt.gradients import Backward, Dtypes, Gradients
 from fp8lt.operands import Columns
 from fp8lt.state import Histories
 
@@ -19,8 +19,8 @@ NAMES = pytest.mark.parametrize("name", recipe.NAMES)
 M, N, K = 33, 48, 70
 
 
-def call(name: str, on: torch.device, wanted: str, need_bias: bool, view: str) -> tuple[Any, ...]:
-    """Return the arguments of a backward that wants dx, dw or "both"."""
+def call(name: str, on: torch.device, wanted: str, need_bias: bool, view: str) -> Backward:
+    """Return a backward that wants dx, dw or "both"."""
     kind = recipe.resolve(name)
     amaxes = torch.zeros(3, 5, device=on)
     histories = Histories(amaxes, amaxes, True) if name == "delayed" else None
@@ -33,7 +33,7 @@ def call(name: str, on: torch.device, wanted: str, need_bias: bool, view: str) -
     wq = operands.quantize_w(w, kind, of_w, transposed=True, emulated=False)
     x_columns, w_columns = operands.columns(xq), operands.columns(wq)
     dtypes = Dtypes(x.dtype, w.dtype, torch.float16)
-    return (
+    return Backward(
         dy, x_columns if wanted != "dx" else None, w_columns if wanted != "dw" else None, K, kind,
         histories.dy if histories else None, dtypes, need_bias,
     )  # fmt: skip
@@ -47,11 +47,10 @@ def test_it_has_the_bits_of_its_parts(
     on: torch.device, name: str, wanted: str, need_bias: bool, view: str
 ) -> None:
     states, results = [], []
-    for backward in (gradients._in_one_operator, gradients._compute):
-        args = call(name, on, wanted, need_bias, view)
-        results.append(backward(*args))
-        history = args[5]
-        states.append(history.amaxes if history else torch.zeros(0))
+    for backward in (gradients._in_one_operator, gradients._in_parts):
+        given = call(name, on, wanted, need_bias, view)
+        results.append(backward(given))
+        states.append(given.history.amaxes if given.history else torch.zeros(0))
     got, want = results
     assert [g is None for g in got] == [wanted == "dw", wanted == "dx", not need_bias]
     for g, h in zip(got, want, strict=True):
@@ -77,7 +76,7 @@ def test_it_passes_opcheck(
     with monkeypatch.context() as patch:
         patch.setattr(operator, "default", lambda *a: taken.append(a) or (empty,) * 3)
         for view in ("contiguous", "transposed"):
-            gradients._in_one_operator(*call(name, on, wanted, True, view))
+            gradients._in_one_operator(call(name, on, wanted, True, view))
     for args in taken:
         torch.library.opcheck(operator.default, args)
 
@@ -89,15 +88,14 @@ def test_of_a_large_layer_it_stays_three_operators(
     calls = []
     with monkeypatch.context() as patch:
         patch.setattr(gradients, "_in_one_operator", lambda *_: calls.append("one"))
-        patch.setattr(gradients, "_compute", lambda *_: calls.append("three"))
+        patch.setattr(gradients, "_in_parts", lambda *_: calls.append("three"))
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
         for n in (gradients.SHORT // K, gradients.SHORT // K + 1):
             dy = torch.empty(0, n, device=on)
-            gradients.of(
-                dy, None, None, K, recipe.resolve("tensorwise"), None,
-                Dtypes(torch.bfloat16, torch.bfloat16, None), need_bias=False,
-                backend=ops.OPERATORS, main_grad=None,
-            )  # fmt: skip
+            dtypes = Dtypes(torch.bfloat16, torch.bfloat16, None)
+            kind = recipe.resolve("tensorwise")
+            given = Backward(dy, None, None, K, kind, None, dtypes, need_bias=False)
+            gradients.of(given, ops.OPERATORS, None)
     assert calls == ["one", "three"]
 
 
