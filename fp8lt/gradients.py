@@ -128,6 +128,8 @@ _RETURNS = "(Tensor dx, Tensor dw, Tensor db)"  # what was not asked for has no 
 
 def _linear_backward(*args: Any) -> tuple[Tensor, ...]:
     *given, kind = args[:8]
+    if not 0 <= kind < len(NAMES) or NAMES[kind] == "delayed":
+        raise RuntimeError(f"fp8lt: want recipe an index of {NAMES}, not delayed, got {kind}")
     return _computed(given, resolve(NAMES[kind]), None, *args[8:])
 
 
@@ -165,26 +167,23 @@ def _computed(
     return tuple(dy.new_empty(0) if g is None else g for g in found)
 
 
-def _check_kind(*args: Any) -> None:
-    kind = args[7]
-    if not 0 <= kind < len(NAMES) or NAMES[kind] == "delayed":
-        raise RuntimeError(f"fp8lt: want recipe an index of {NAMES}, not delayed, got {kind}")
-    _check(args[0], *args[1:], backward_fp8=args[12])
-
-
-def _check_delayed(*args: Any) -> None:
-    _check(args[0], *args[1:], backward_fp8=args[14])
-
-
-def _check(dy: Tensor, *args: Any, backward_fp8: torch.dtype) -> None:
+def _check(
+    dy: Tensor,
+    x_t: Tensor | None,
+    x_scale_inv: Tensor | None,
+    x_fold: Tensor | None,
+    w_t: Tensor | None,
+    w_scale_inv: Tensor | None,
+    *rest: Any,
+) -> None:
     """Check what the operators that this is made of do not."""
+    *_, backward_fp8, _fast_grad_input, _fast_grad_weight, _power_of_two = rest
     if dy.dim() != 2:
         raise RuntimeError(f"fp8lt: want dy [M, N], got {list(dy.shape)}")
     if backward_fp8 not in schemas.FP8_DTYPES:
         raise RuntimeError(
             f"fp8lt: want backward_fp8 float8_e4m3fn or float8_e5m2, got {backward_fp8}"
         )
-    x_t, x_scale_inv, _, w_t, w_scale_inv, *_ = args
     if (x_t is None) != (x_scale_inv is None) or (w_t is None) != (w_scale_inv is None):
         raise RuntimeError(
             "fp8lt: want x_t and x_scale_inv, and w_t and w_scale_inv, both or neither"
@@ -194,10 +193,10 @@ def _check(dy: Tensor, *args: Any, backward_fp8: torch.dtype) -> None:
 # Fake tensors go the same way as a CPU's: what it is made of has fakes.
 define(
     f"linear_backward({_OPERANDS}, int recipe, {_OPTIONS}) -> {_RETURNS}",
-    _check_kind, _linear_backward, _linear_backward,
+    _check, _linear_backward, _linear_backward,
 )  # fmt: skip
 define(
     f"linear_backward_delayed({_OPERANDS}, Tensor(a!) state, int margin, bool most_recent,"
     f" {_OPTIONS}) -> {_RETURNS}",
-    _check_delayed, _linear_backward_delayed, _linear_backward_delayed,
+    _check, _linear_backward_delayed, _linear_backward_delayed,
 )  # fmt: skip

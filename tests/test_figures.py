@@ -70,7 +70,7 @@ def of_training() -> Iterator[str]:
         f"{config['clip']:.0f}, and clipped, in {clipped[0]} of `tensorwise`, in {clipped[1]} of "
         f"bf16, in {clipped[2]} of bf16 with the other seed."
     )
-    yield f"takes the training loss {percent(farthest(fast), 1)} away on its way, not at its end,"
+    yield f"is up to {percent(farthest(fast), 1)} away in that loss, ends as near as the others,"
     assert apart(fast) < max(map(apart, recipes))
 
     wide = recorded("train_h200.json")

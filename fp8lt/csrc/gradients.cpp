@@ -23,6 +23,18 @@ Columns columns(const OptionalTensor& data_t, const OptionalTensor& scale_inv_t,
   return {data_t.value_or(Tensor()), scale_inv_t.value_or(Tensor()), fold.value_or(Tensor())};
 }
 
+// What backward asks of a recipe.
+Recipe recipe_of(Recipe::Kind kind, ScalarType backward_fp8, bool fast_grad_input,
+                 bool fast_grad_weight, bool power_of_two) {
+  Recipe recipe{};
+  recipe.kind = kind;
+  recipe.backward_fp8 = backward_fp8;
+  recipe.fast_grad_input = fast_grad_input;
+  recipe.fast_grad_weight = fast_grad_weight;
+  recipe.power_of_two = power_of_two;
+  return recipe;
+}
+
 Tensors3 gradients(const Tensor& dy, const Columns& x, const Columns& w, int64_t k,
                    ScalarType x_dtype, ScalarType w_dtype, std::optional<ScalarType> bias_dtype,
                    const Recipe& recipe, const AmaxHistory& history) {
@@ -61,12 +73,8 @@ Tensors3 linear_backward(const Tensor& dy, const OptionalTensor& x_t,
   constexpr auto kLast = static_cast<int64_t>(Recipe::Kind::kBlockwise);
   TORCH_CHECK(recipe >= 0 && recipe <= kLast && recipe != kDelayed,
               "fp8lt: want recipe in 0 ... ", kLast, ", not ", kDelayed, ", got ", recipe);
-  Recipe made{};
-  made.kind = static_cast<Recipe::Kind>(recipe);
-  made.backward_fp8 = backward_fp8;
-  made.fast_grad_input = fast_grad_input;
-  made.fast_grad_weight = fast_grad_weight;
-  made.power_of_two = power_of_two;
+  const Recipe made =
+      recipe_of(static_cast<Recipe::Kind>(recipe), backward_fp8, fast_grad_input, fast_grad_weight, power_of_two);
   return gradients(dy, columns(x_t, x_scale_inv, x_fold), columns(w_t, w_scale_inv, w_fold), k,
                    x_dtype, w_dtype, bias_dtype, made, {});
 }
@@ -79,12 +87,8 @@ Tensors3 linear_backward_delayed(const Tensor& dy, const OptionalTensor& x_t,
                                  ScalarType w_dtype, std::optional<ScalarType> bias_dtype,
                                  ScalarType backward_fp8, bool fast_grad_input,
                                  bool fast_grad_weight, bool power_of_two) {
-  Recipe made{};
-  made.kind = Recipe::Kind::kDelayed;
-  made.backward_fp8 = backward_fp8;
-  made.fast_grad_input = fast_grad_input;
-  made.fast_grad_weight = fast_grad_weight;
-  made.power_of_two = power_of_two;
+  Recipe made =
+      recipe_of(Recipe::Kind::kDelayed, backward_fp8, fast_grad_input, fast_grad_weight, power_of_two);
   made.margin = margin;
   made.most_recent = most_recent;
   TORCH_CHECK(state.dim() == 1, "fp8lt: want state [H + 2], got ", state.sizes());
