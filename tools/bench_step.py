@@ -169,7 +169,7 @@ class Workload:
         case, device = made.variant.case, self.bench.device
         model = copy.deepcopy(self.source)
         loss = made.variant.convert(model)
-        if case.endswith("compiled"):
+        if case == "compiled":
             loss = compiled(loss, device)  # type: ignore[assignment]
         graphed = case == "graphed"
         optimizer = torch.optim.AdamW(
