@@ -1,6 +1,6 @@
 """Ranks of a distributed run, each beside a twin that is not wrapped.
 
-They talk by gloo: NCCL wants a GPU for each, and here they share one, or have none.
+With a GPU for each they talk by NCCL. Else they share one, or have none: by gloo.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ from cases import error, randn
 from delayed_models import same, states
 from torch import Tensor, distributed, nn
 
-WORLD = 3
+GPUS = torch.cuda.device_count()
+WORLD = 2 if GPUS == 2 else 3
 SECONDS = 60  # for a job; measured at most 3
 ROUNDING = 1e-6  # of a mean over the ranks, in f32; measured 2e-7
 
@@ -34,7 +35,7 @@ def here() -> torch.device:
 
 
 class Ranks:
-    """Processes of one gloo group. They run what a test sends them; a test that fails ends them."""
+    """Processes of one group. They run what a test sends them; a test that fails ends them."""
 
     def __init__(self, store: Path, on: torch.device) -> None:
         spawn = torch.multiprocessing.get_context("spawn")
@@ -96,13 +97,17 @@ def _be_a_rank(rank: int, pipe: Any) -> None:
 def _join(rank: int, store: str, on: torch.device) -> None:
     global _on
     _on = on
+    backend = "gloo"
+    if on.type == "cuda" and GPUS >= WORLD:
+        _on, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(_on)
+    elif on.type == "cuda":
+        _collectives_by_the_cpu()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = datetime.timedelta(seconds=SECONDS / 2)  # for a rank that waits for another
     distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=limit
+        backend, init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=limit
     )
-    if on.type == "cuda":
-        _collectives_by_the_cpu()
 
 
 _library = torch.library.Library("_c10d_functional", "IMPL")  # it lasts as long as this object

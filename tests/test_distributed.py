@@ -41,12 +41,13 @@ def gathered(layers: nn.Module) -> Whole:
     return lambda: contextlib.nullcontext([p.full_tensor() for p in layers.parameters()])
 
 
-def train_sharded(rank: int, name: str, k: int, n: int, rows: tuple[int, ...]) -> None:
+def train_sharded(rank: int, name: str, k: int, n: int) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(fp8lt.Linear(k, n, device=here(), recipe=name))
     twin = copy.deepcopy(layers)
     shard(layers)
-    assert layers[0].weight.to_local().shape[0] == rows[rank]
+    rows = [len(some) for some in torch.arange(n).chunk(WORLD)]
+    assert layers[0].weight.to_local().shape[0] == [*rows, 0][rank]
     optimizer = torch.optim.SGD(layers.parameters(), lr=1)
     train_beside_a_twin(layers, twin, optimizer, gathered(layers))
 
@@ -54,10 +55,8 @@ def train_sharded(rank: int, name: str, k: int, n: int, rows: tuple[int, ...]) -
 @NAMES
 def test_uneven_and_empty_shards_train_as_one_process(ranks: Ranks, name: str) -> None:
     """BUG-76."""
-    ranks.run(train_sharded, name, 16, 4, (2, 2, 0))
-    ranks.run(train_sharded, name, 48, 100, (34, 34, 32))
-    if name == "tensorwise":
-        ranks.run(train_sharded, name, 1024, 4096, (1366, 1366, 1364))
+    for k, n in ((16, WORLD - 1), (48, 101), *[(1024, 4099)] * (name == "tensorwise")):
+        ranks.run(train_sharded, name, k, n)
 
 
 def held_by_autograd(layers: nn.Module, x: Tensor) -> tuple[Tensor, int]:
@@ -208,7 +207,7 @@ def reduce_histories(rank: int) -> None:
         if step < 3:
             ring = states(layers)[0][0, :4].flip(0).tolist()
             assert ring == pytest.approx([max(some, default=0) for some in ages])
-    x = randn(4, 8, on=here(), dtype=torch.float32) * 100 ** (rank == 2)
+    x = randn(4, 8, on=here(), dtype=torch.float32) * 100 ** (rank == WORLD - 1)
     layers(x).sum().backward()
     fp8lt.reduce_amaxes(layers)
     first = states(layers)[0]

@@ -361,7 +361,7 @@ def in_two_dimensions(rank: int, precompute: bool) -> None:
 def by_columns(rank: int) -> None:
     layers, twin = layers_of(96, 48, bias=False)
     shard(layers, shard_placement_fn=lambda _: Shard(1))
-    assert layers[0].weight.to_local().shape == (48, 32)
+    assert layers[0].weight.to_local().shape == (48, 96 // WORLD)
     optimizer = torch.optim.SGD(layers.parameters(), lr=1)
     train_beside_a_twin(layers, twin, optimizer, whole(layers))
 

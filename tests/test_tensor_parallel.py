@@ -101,7 +101,7 @@ def test_colwise_and_rowwise_are_as_exact_as_one_process(
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
 def test_shards_may_be_of_odd_sizes(ranks: Ranks, name: str) -> None:
-    ranks.run(compare, name, False, (70, 99, 31))
+    ranks.run(compare, name, False, (70, 33 * WORLD, 31))
 
 
 def shards_apart(rank: int, name: str) -> None:

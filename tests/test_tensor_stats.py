@@ -428,9 +428,9 @@ def split(rank: int) -> None:
 def by_rows(rank: int) -> None:
     """What comes out is a part of the rows, dy of the layer is all of them."""
     mesh = init_device_mesh(here().type, (WORLD,))
-    layer = fp8lt.Linear(48, 32, device=here(), recipe="rowwise_with_gw_hp")
+    layer = fp8lt.Linear(16 * WORLD, 32, device=here(), recipe="rowwise_with_gw_hp")
     layer = parallelize_module(layer, mesh, RowwiseParallel(output_layouts=Shard(0)))
-    x = torch.ones(6, 16, device=here(), requires_grad=True)
+    x = torch.ones(2 * WORLD, 16, device=here(), requires_grad=True)
     with fp8lt.tensor_stats(layer) as stats:
         (layer(x) * (rank + 1)).sum().backward()
     found = by_tensor(stats)
