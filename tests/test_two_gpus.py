@@ -85,7 +85,9 @@ def test_tensors_of_two_gpus_are_refused(name: str) -> None:
     state = state_for(name, FIRST)
     if state is not None:
         x, weight = x.detach().to(SECOND), layers[0].weight
-        with pytest.raises(RuntimeError, match="cuda:"):
+        with pytest.raises(
+            ValueError, match=r"state: want a history of .* on cuda:1, got .* cuda:0"
+        ):
             fp8lt.linear(x, weight, recipe=name, state=state)
 
 
