@@ -12,6 +12,7 @@ the gather of another. Every rank casts its shard under the scale of the whole w
 are those of a weight that is gathered first and quantised then.
 """
 
+import inspect
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -134,39 +135,39 @@ class ShardedWeight(Tensor):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: Any,
-    ) -> tuple[tuple[Tensor], tuple[Tensor, int]]:
-        weight: Any = module.weight
-        if sum(placement.is_shard() for placement in weight.placements) > 1:
-            raise RuntimeError(
-                "fp8lt: weights of tensor-parallel layers are not gathered in FP8: leave them out "
-                "of enable_fsdp_float8_all_gather"
-            )
-        history, scale_inv = _precomputed(module) or self._common_scale(mesh)
+    ) -> tuple[tuple[Tensor], tuple[Tensor, int, bool]]:
+        known = _precomputed(module)
+        scale = known or self._common_scale(mesh, module.weight)
         q = ops.quantize_delayed(
-            self.shard, self.recipe.forward_dtype(device.formats(self.device)), history,
+            self.shard, self.recipe.forward_dtype(device.formats(self.device)), scale.history,
             record=False, transposed=False, power_of_two=self.recipe.power_of_two_scales,
             emulated=_emulated(self, self.recipe),
         )  # fmt: skip
-        (n, k), (rows, columns) = outer_size, self.shape
+        data, (n, k), (rows, columns) = q.data, outer_size, self.shape
         if columns == k:  # sharded by rows: as many as the largest shard has
             rows = max(rows, math.ceil(n / mesh.size()))
-        # As bytes: not every backend sends FP8, nor pads it.
-        shard = q.data[: min(rows, len(q.data)), :columns].contiguous().view(torch.uint8)
-        if len(shard) < rows:
-            shard = nn.functional.pad(shard, (0, 0, 0, rows - len(shard)))
-        longest = max(padded(n), padded(k), PAD)
-        return (shard,), (scale_inv.expand(longest).contiguous(), k)
+        if data.shape != (rows, columns):
+            data = data[: min(rows, len(data)), :columns].contiguous()
+        data = data.view(torch.uint8)  # not every backend sends FP8, nor pads it
+        if len(data) < rows:
+            data = nn.functional.pad(data, (0, 0, 0, rows - len(data)))
+        return (data,), (scale.scale_inv, k, known is None)
+
+    # `fully_shard` asks for it at every gather, and to find it takes as long as all of the above.
+    fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+        fsdp_pre_all_gather
+    )
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor],
-        metadata: tuple[Tensor, int],
+        metadata: tuple[Tensor, int, bool],
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[()]] | None:
-        (data,), (scale_inv, k) = all_gather_outputs, metadata
-        if scale_inv.is_cuda:  # made on the stream of copies, used on this one
+        (data,), (scale_inv, k, made_in_gather) = all_gather_outputs, metadata
+        if made_in_gather and scale_inv.is_cuda:  # on the stream of copies; it is used on this one
             scale_inv.record_stream(torch.cuda.current_stream(scale_inv.device))
         data = data.view(-1, k)
         if out is not None:  # its rows are in the memory of `data`
@@ -176,10 +177,12 @@ class ShardedWeight(Tensor):
         rows = data.view(self.recipe.forward_dtype(device.formats(data.device)))
         return GatheredWeight(rows, scale_inv, rows.shape, param_dtype), ()
 
-    def _common_scale(self, mesh: "DeviceMesh") -> tuple[Tensor, Tensor]:
+    def _common_scale(self, mesh: "DeviceMesh", weight: Any) -> "_Scale":
+        _check_placements(weight)
         amax = _amaxes([self.shard], mesh)
         distributed.all_reduce(amax, distributed.ReduceOp.MAX, group=mesh.get_group())
-        return _histories(amax)[0], _scales_inv(amax, self.recipe)
+        (scale,) = _scales(amax, self.recipe, _longest([weight]))
+        return scale
 
 
 class GatheredWeight(Tensor):
@@ -239,6 +242,13 @@ class GatheredWeight(Tensor):
         return (self.rows[: len(self)].float() * self.scale_inv[0]).to(self.dtype)
 
 
+class _Scale(NamedTuple):
+    """The scale of a whole weight."""
+
+    history: Tensor  # f32 [3], of its one amax, see `ops.quantize_delayed`
+    scale_inv: Tensor  # f32 [S], the one number, see `ops.quantize_tensorwise`
+
+
 class _Precomputed(NamedTuple):
     """The scale of a layer's weight, until that changes. With the layer, not with the shard: of
     that, `fully_shard` makes another, on some ranks.
@@ -246,11 +256,10 @@ class _Precomputed(NamedTuple):
 
     writes: Writes
     number: int  # of them, then
-    history: Tensor  # f32 [3], of one amax, see `ops.quantize_delayed`
-    scale_inv: Tensor  # f32 [1]
+    scale: _Scale
 
 
-def _precomputed(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
+def _precomputed(layer: nn.Module) -> _Scale | None:
     known = vars(layer).get(PRECOMPUTED)
     if known is None:
         return None
@@ -261,7 +270,7 @@ def _precomputed(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
             "fp8lt: a weight that is gathered in FP8 was changed after its scale was computed: "
             "call precompute_float8_dynamic_scale_for_fsdp after each change, on all ranks"
         )
-    return known.history, known.scale_inv
+    return known.scale
 
 
 def _wrapper(
@@ -311,27 +320,38 @@ def _count_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
                 t.writes.count += not same
 
 
-def _amaxes(shards: Iterable[Tensor], mesh: "DeviceMesh") -> Tensor:
+def _check_placements(weight: Any) -> None:
+    if sum(placement.is_shard() for placement in weight.placements) > 1:
+        raise RuntimeError(
+            "fp8lt: weights of tensor-parallel layers are not gathered in FP8: leave them out "
+            "of enable_fsdp_float8_all_gather"
+        )
+
+
+def _amaxes(shards: list[Tensor], mesh: "DeviceMesh") -> Tensor:
     """Return the amax of each shard, f32; a NaN, which a reduction may lose, as Inf.
 
     Where the mesh is: a shard may be offloaded.
     """
-    amaxes = [
-        t.abs().amax().float() if t.numel() else t.new_zeros((), dtype=torch.float32)
-        for t in shards
-    ]
-    found = torch.stack(amaxes).nan_to_num(nan=math.inf, posinf=math.inf)
+    # The infinity norm is the amax; of nothing there is none. One launch for many shards.
+    parts = [t if t.numel() else t.new_zeros(1) for t in shards]
+    norms = torch._foreach_norm(parts, math.inf, dtype=torch.float32)
+    found = torch.stack(norms).nan_to_num(nan=math.inf, posinf=math.inf)
     return found if found.device.type == mesh.device_type else found.to(mesh.device_type)
 
 
-def _histories(amaxes: Tensor) -> Tensor:
-    """Return what makes a quantise take each amax for its tensor's own, [weights, 3]."""
-    return torch.stack([amaxes, torch.zeros_like(amaxes), torch.ones_like(amaxes)], 1)
-
-
-def _scales_inv(amaxes: Tensor, recipe: Recipe) -> Tensor:
+def _scales(amaxes: Tensor, recipe: Recipe, longest: int) -> list[_Scale]:
+    """Return the scale of each weight; `longest` is how often a `scale_inv` has its number."""
+    # What makes a quantise take the amax for its tensor's own.
+    histories = torch.stack([amaxes, torch.zeros_like(amaxes), torch.ones_like(amaxes)], 1)
     dtype = recipe.forward_dtype(device.formats(amaxes.device))
-    return emulate.scale_from_amax(amaxes, dtype, recipe.power_of_two_scales).reciprocal()
+    scales = emulate.scale_from_amax(amaxes, dtype, recipe.power_of_two_scales)
+    scales_inv = scales.reciprocal()[:, None].expand(-1, longest).contiguous()
+    return list(map(_Scale, histories.unbind(), scales_inv.unbind()))
+
+
+def _longest(weights: Iterable[Tensor]) -> int:
+    return max(PAD, *(padded(size) for weight in weights for size in weight.shape))
 
 
 def sharded(weight: object) -> ShardedWeight | None:
@@ -401,12 +421,12 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     for (mesh, _, recipe), layers in groups.items():
         weights: list[Any] = [layer.weight for layer in layers]
         shards = [weight._local_tensor for weight in weights]
-        amaxes = _amaxes((shard.shard for shard in shards), mesh)
+        _check_placements(weights[0])
+        amaxes = _amaxes([shard.shard for shard in shards], mesh)
         for dim, placement in enumerate(weights[0].placements):
             if placement.is_shard():  # the others have the same
                 group = mesh.get_group(dim)
                 distributed.all_reduce(amaxes, distributed.ReduceOp.MAX, group=group)
-        scales = zip(_histories(amaxes), _scales_inv(amaxes, recipe).split(1), strict=True)
+        scales = _scales(amaxes, recipe, _longest(weights))
         for layer, shard, scale in zip(layers, shards, scales, strict=True):
-            known = _Precomputed(shard.writes, shard.writes.count, *scale)
-            setattr(layer, PRECOMPUTED, known)
+            setattr(layer, PRECOMPUTED, _Precomputed(shard.writes, shard.writes.count, scale))
