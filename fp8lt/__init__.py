@@ -33,6 +33,7 @@ from .convert import (
 )
 from .convert_formats import convert_quantized
 from .convert_report import ConversionReport, LinearReport
+from .filters import gains_from_fp8
 from .fsdp import precompute_float8_dynamic_scale_for_fsdp
 from .linear import linear, quantize_weight
 from .module import Linear, delayed_state_dict, load_delayed_state_dict, reduce_amaxes
@@ -66,6 +67,7 @@ __all__ = [
     "disable_fp8",
     "enable_fsdp_float8_all_gather",
     "fp8_autocast",
+    "gains_from_fp8",
     "is_available",
     "linear",
     "load_delayed_state_dict",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .device import FNUZ, OCP
-from .recipe import NAMES, DynamicScaling, Recipe, RowwiseScaling
+from .recipe import NAMES, DynamicScaling, Recipe, RowwiseScaling, resolve
 
 
 class Float8LinearRecipeName(str, Enum):
@@ -258,3 +258,21 @@ def _cast(kind: str) -> CastConfig:
 
 def _format(dtype: torch.dtype) -> str:
     return "e4m3" if dtype in (OCP.e4m3, FNUZ.e4m3) else "e5m2"
+
+
+def recipe_of(config: Float8LinearConfig | Recipe | str | None) -> Recipe:
+    """Return the recipe that a conversion is to use.
+
+    Raises TypeError for what is none of these, ValueError for a name that no recipe has.
+    """
+    if config is None:
+        return resolve("tensorwise")
+    if isinstance(config, Float8LinearConfig):
+        return config.recipe()
+    try:
+        return resolve(config)
+    except TypeError:
+        raise TypeError(
+            "config: want a fp8lt.Float8LinearConfig, a recipe or its name, got "
+            f"{type(config).__module__}.{type(config).__qualname__}"
+        ) from None

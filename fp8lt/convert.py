@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from .config import Float8LinearConfig
+from .config import Float8LinearConfig, recipe_of
 from .convert_report import ConversionReport, lines_of
 from .fsdp import GatheredWeight, gathered_in_fp8, plain, sharded, why_not_in_fp8
 from .module import CONTEXT_STATE, Linear, drop_state
-from .recipe import Recipe, resolve
+from .recipe import Recipe
 
 
 def convert_to_float8_training(
@@ -41,7 +41,8 @@ def convert_to_float8_training(
         config: a `Float8LinearConfig`, a recipe object, or a name: "tensorwise" (default),
             "delayed", "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "blockwise".
         module_filter_fn: called with (layer, its qualified name, "" for the root) for every layer
-            that could be converted; those for which it returns False stay as they are.
+            that could be converted; those for which it returns False stay as they are. By default
+            all are converted, however small: see `gains_from_fp8`.
         convert_subclasses: also convert subclasses of `nn.Linear`; `forward` becomes
             `fp8lt.Linear`'s until `revert`. Not lazy ones, nor those that are parametrized: their
             classes make the weight.
@@ -57,7 +58,7 @@ def convert_to_float8_training(
           (2): Linear(in_features=32, out_features=8, bias=True, recipe=rowwise)
         )
     """
-    recipe, converted = _recipe(config), 0
+    recipe, converted = recipe_of(config), 0
     left: set[str] = set()  # names of subclasses
     reasons: dict[str, str] = {}  # of layers that stay as they are
     if not isinstance(module, nn.Module):
@@ -86,7 +87,8 @@ def convert_to_float8_training(
             )
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, name):
-            reasons[name] = "module_filter_fn returned False"
+            reason = getattr(module_filter_fn, "reason", None)
+            reasons[name] = reason(layer) if reason else "module_filter_fn returned False"
             continue
         layer.__class__ = Linear
         layer.recipe = recipe
@@ -204,17 +206,3 @@ def _cannot_be_converted(layer: nn.Module) -> str | None:
     if is_parametrized(layer):
         return "its parameters are computed: convert before it is parametrized"
     return None
-
-
-def _recipe(config: Float8LinearConfig | Recipe | str | None) -> Recipe:
-    if config is None:
-        return resolve("tensorwise")
-    if isinstance(config, Float8LinearConfig):
-        return config.recipe()
-    try:
-        return resolve(config)
-    except TypeError:
-        raise TypeError(
-            "config: want a fp8lt.Float8LinearConfig, a recipe or its name, got "
-            f"{type(config).__module__}.{type(config).__qualname__}"
-        ) from None

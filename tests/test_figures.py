@@ -13,9 +13,13 @@ import torch
 from readme import PLAIN, README, ROOT, table
 
 sys.path.insert(0, str(ROOT / "tools"))
+import bench_modes
+import bench_sizes
 import numerics
 import train_config
 import train_report
+
+from fp8lt import filters
 
 RESULTS = ROOT / "tools" / "results"
 
@@ -129,14 +133,34 @@ def of_a_layer() -> Iterator[str]:
 
 
 def of_a_step() -> Iterator[str]:
-    step = recorded("bench_model_h200.json")["modes"]["step"]
+    step = recorded("bench_step_again_h200.json")["modes"]["step"]
     spread = {
         row["contender"]: f"{min(row['rounds_us']) / 1e3:.1f} to {max(row['rounds_us']) / 1e3:.1f}"
         for row in step["rows"]
     }
     yield (
-        f"the rounds of `fp8lt-compiled` took {spread['fp8lt-compiled']} ms, those of "
-        f"`fp8lt-graphed`, which needs none, {spread['fp8lt-graphed']}:"
+        f"the rounds of `fp8lt-compiled` took {spread['fp8lt-compiled']} ms, those of `fp8lt` "
+        f"{spread['fp8lt']}, and those of `fp8lt-graphed`, which needs none, "
+        f"{spread['fp8lt-graphed']}:"
+    )
+
+
+def of_sizes() -> Iterator[str]:
+    rows = recorded("bench_sizes_h200.json")["modes"]["sizes"]["rows"]
+    shapes = {tuple(map(int, row["case"].split("x"))) for row in rows}
+    tokens, widths = {m for m, _, _ in shapes}, {size for _, *sizes in shapes for size in sizes}
+    yield (
+        f"with {len(shapes)} shapes of {min(widths)} to {max(widths)} in and out and {min(tokens)} "
+        f"to {max(tokens)} tokens"
+    )
+    rules = recorded("bench_sizes_h200.json")["modes"]["sizes"]["rules"]
+    eager, hidden = (
+        max(rule["worst_loss"] for rule in rules if rule["phase"] == phase)
+        for phase in (bench_modes.BOTH, bench_sizes.HIDDEN)
+    )
+    yield (
+        f"(of one shape up to {percent(eager)} in eager mode, where a small layer's time varies, "
+        f"and up to {percent(hidden)} with the host hidden):"
     )
 
 
@@ -165,7 +189,7 @@ def sqnr_of_normal_numbers(dtype: torch.dtype) -> float:
     return cases.sqnr(cases.dequantised(x, dtype), x)
 
 
-SENTENCES = [*of_training(), *of_a_layer(), *of_a_step(), *of_numbers()]
+SENTENCES = [*of_training(), *of_a_layer(), *of_a_step(), *of_sizes(), *of_numbers()]
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
@@ -220,15 +244,34 @@ def test_the_speed_of_a_model_in_the_readme_is_that_recorded() -> None:
 
 def test_the_speed_of_a_training_step_in_the_readme_is_that_recorded() -> None:
     result = recorded("bench_model_h200.json")["modes"]["step"]
+    rows = recorded("bench_step_again_h200.json")["modes"]["step"]["rows"]
+    again = {r["contender"]: f"{r['ratio']:.2f}x" for r in rows}
     assert table(f"training step, {result['parameters'] / 1e9:.2f} B parameters")[1:] == [
         [
             f"`{r['contender']}`",
             f"{r['us'] / 1e3:.1f}",
             f"{r['ratio']:.2f}x",
             f"{r['backward_gemms_ratio']:.2f}x" if r["backward_gemms_ratio"] else "-",
+            again.get(r["contender"], "-"),
         ]
         for r in result["rows"]
     ]
+
+
+def test_the_least_sizes_are_those_recorded() -> None:
+    rules = {
+        (rule["contender"], rule["phase"]): rule
+        for rule in recorded("bench_sizes_h200.json")["modes"]["sizes"]["rules"]
+    }
+    lines, sizes = [], {}
+    for name in filters.LEAST_SIZES:
+        contender = "fp8lt" if name == "tensorwise" else f"fp8lt-{name}"
+        both = [rules[contender, phase] for phase in (bench_modes.BOTH, bench_sizes.HIDDEN)]
+        sizes[name] = tuple(round(rule["least_size"]) for rule in both)
+        told = [[f"{rule['least_size']:.0f}", percent(rule["mean_loss"], 1)] for rule in both]
+        lines.append([f"`{name}`", *told[0], *told[1]])
+    assert sizes == filters.LEAST_SIZES
+    assert table("FP8 from a size on")[1:] == lines
 
 
 def test_the_training_runs_of_the_readme_are_those_of_the_study() -> None:
