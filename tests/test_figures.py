@@ -132,6 +132,22 @@ def of_a_layer() -> Iterator[str]:
     )
 
 
+def of_two_gpus() -> Iterator[str]:
+    record = recorded("train_x2_h200.json")
+    config, runs = record["config"], record["runs"]
+    size = config["batch"] * config["seq"]
+    yield f"`tools/train.py --preset gpu` for {config['steps']} steps of {size:,} bytes in all,"
+    losses = {
+        name: [run["val_loss_end"] for run in runs if run["recipe"] == name]
+        for name in ("tensorwise", "bf16")
+    }
+    apart = {name: f"{max(some) - min(some):.3f}" for name, some in losses.items()}
+    yield (
+        f"The losses of `tensorwise` are within {apart['tensorwise']} of each other, those of bf16 "
+        f"within {apart['bf16']}."
+    )
+
+
 def of_a_step() -> Iterator[str]:
     step = recorded("bench_step_again_h200.json")["modes"]["step"]
     spread = {
@@ -189,7 +205,14 @@ def sqnr_of_normal_numbers(dtype: torch.dtype) -> float:
     return cases.sqnr(cases.dequantised(x, dtype), x)
 
 
-SENTENCES = [*of_training(), *of_a_layer(), *of_a_step(), *of_sizes(), *of_numbers()]
+SENTENCES = [
+    *of_training(),
+    *of_a_layer(),
+    *of_a_step(),
+    *of_two_gpus(),
+    *of_sizes(),
+    *of_numbers(),
+]
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
@@ -272,6 +295,33 @@ def test_the_least_sizes_are_those_recorded() -> None:
         lines.append([f"`{name}`", *told[0], *told[1]])
     assert sizes == filters.LEAST_SIZES
     assert table("FP8 from a size on")[1:] == lines
+
+
+def test_the_runs_on_two_gpus_in_the_readme_are_those_recorded() -> None:
+    record = recorded("train_x2_h200.json")
+    runs = {
+        (run["parallel"]["way"], run["parallel"]["fp8_all_gather"], run["recipe"]): run
+        for run in record["runs"]
+    }
+    assert {run["parallel"]["ranks"] for run in record["runs"]} == {1, 2}
+    ways = {
+        "none: one GPU": (None, False), "`ddp`": ("ddp", False), "`fsdp2`": ("fsdp2", False),
+        "`fsdp2 --fp8-all-gather`": ("fsdp2", True), "`tp`": ("tp", False),
+    }  # fmt: skip
+    lines = []
+    for told, (way, gathers) in ways.items():
+        fp8, bf16 = runs[way, gathers, "tensorwise"], runs[way, False, "bf16"]
+        speeds = [run["tokens_per_s"] for run in (fp8, bf16)]
+        gathered = [run["parallel"]["gathered_bytes_per_step"] for run in (fp8, bf16)]
+        lines.append([
+            told,
+            ", ".join(f"{speed / 1e3:.0f} k" for speed in speeds),
+            f"{speeds[0] / speeds[1]:.2f}x",
+            ", ".join(f"{run['val_loss_end']:.3f}" for run in (fp8, bf16)),
+            ", ".join(f"{size / 1e6:,.0f}" for size in gathered) if all(gathered) else "-",
+            ", ".join(f"{run['peak_memory_bytes'] / 2**30:.1f}" for run in (fp8, bf16)),
+        ])  # fmt: skip
+    assert table("`--parallel`, two H200s")[1:] == lines
 
 
 def test_the_training_runs_of_the_readme_are_those_of_the_study() -> None:
