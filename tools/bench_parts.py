@@ -155,7 +155,8 @@ QUANTISE = re.compile("fp8lt::|transformer_engine::|cast_transpose")
 def model_parts(bench: Bench, call: Callable[[], Any], runs: int) -> dict[str, float] | None:
     """Return the us of each kind of kernel in a call of a model, and of no kernel at all.
 
-    The profiler runs beside it, on a chip that such calls have heated; None on a CPU.
+    The profiler runs beside it, on a chip that such calls have heated; None on a CPU. Then the us
+    of the host, without a profiler: where they are more than the GPU's, the GPU waits.
     """
     if bench.device.type != "cuda":
         return None
@@ -164,7 +165,8 @@ def model_parts(bench: Bench, call: Callable[[], Any], runs: int) -> dict[str, f
         for _ in range(runs):
             call()
         bench.timer.synchronize()
-    return times_by_kind(spans_of(profiler.events(), on_gpu=True), runs)
+    times = times_by_kind(spans_of(profiler.events(), on_gpu=True), runs)
+    return {**times, "host_us": bench.timer.host_of_one(call)}
 
 
 def times_by_kind(spans: Sequence[Span], runs: int) -> dict[str, float]:

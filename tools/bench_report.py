@@ -132,10 +132,9 @@ def model_parts_table(rows: list[Row]) -> list[str]:
     measured = [row for row in rows if row["parts"]]
     if not measured:
         return []
-    kinds = ("gemms_us", "quantise_us", "other_us", "idle_us")
-    table: list[Sequence[str]] = [
-        ("where the time goes, profiled, us", "GEMMs", "quantise", "other kernels", "no kernel")
-    ]
+    kinds = ("gemms_us", "quantise_us", "other_us", "idle_us", "host_us")
+    head = ("GEMMs", "quantise", "other kernels", "no kernel", "host, not profiled")
+    table: list[Sequence[str]] = [("where the time goes, profiled, us", *head)]
     for row in measured:
         table.append((row["contender"], *(f"{row['parts'][kind]:,.0f}" for kind in kinds)))
     return aligned(table)

@@ -68,7 +68,7 @@ class Timer:
     ) -> float:
         """Return the median time of one call, after the heat; in "host" there is none.
 
-        `loop`: how many calls a timed loop has, in "layer".
+        `loop`: how many calls a timed loop has, in "layer"; "host" has one of its own.
         `least_ms`: more than `runs` in "layer", until their times add up to so much.
         """
         if how == "host":
@@ -85,6 +85,10 @@ class Timer:
             self.synchronize()
             times += [elapsed_us(*pair) for pair in pairs]
         return statistics.median(times) / loop
+
+    def host_of_one(self, call: Callable[[], Any]) -> float:
+        """Return the median time in which the host is through with one long call, from idle."""
+        return statistics.median(self._host_burst(call, 1) for _ in range(HOST_BURSTS))
 
     def synchronize(self) -> None:
         if self.on_gpu:
@@ -122,12 +126,12 @@ class Timer:
         call()
         return (time.perf_counter() - begin) * 1e6
 
-    def _host_burst(self, call: Callable[[], Any]) -> float:
+    def _host_burst(self, call: Callable[[], Any], calls: int = HOST_CALLS) -> float:
         self.synchronize()
         begin = time.perf_counter()
-        for _ in range(HOST_CALLS):
+        for _ in range(calls):
             call()
-        return (time.perf_counter() - begin) * 1e6 / HOST_CALLS
+        return (time.perf_counter() - begin) * 1e6 / calls
 
 
 def elapsed_us(start: Any, end: Any) -> float:
