@@ -130,6 +130,16 @@ def quantize_delayed(
     return *copies, scale_inv, _sums(x, sums_dtype)
 
 
+def quantize_shards(
+    shards: list[Tensor], dtype: torch.dtype, amaxes: Tensor, power_of_two: bool
+) -> list[Tensor]:
+    """Quantise each [R, C] under a given amax; see `ops.quantize_shards`."""
+    return [
+        quantize_delayed(x, dtype, True, False, amax, 0, False, False, None, power_of_two)[0]
+        for x, amax in zip(shards, amaxes.unbind(), strict=True)
+    ]
+
+
 def quantize_rowwise(
     x: Tensor,
     dtype: torch.dtype,

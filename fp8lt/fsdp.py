@@ -14,7 +14,7 @@ are those of a weight that is gathered first and quantised then.
 
 import inspect
 import math
-from collections.abc import Iterable
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,8 +22,9 @@ from torch import Tensor, distributed, nn
 from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
-from . import device, emulate, ops
-from .emulate import PAD, Scaling, padded
+from . import device, ops
+from .emulate import PAD, Scaling
+from .fsdp_scales import amaxes_of, check_placements, scales_of
 from .recipe import DynamicScaling, Recipe
 
 if TYPE_CHECKING:  # these take half a second to import
@@ -137,13 +138,11 @@ class ShardedWeight(Tensor):
         mp_policy: Any,
     ) -> tuple[tuple[Tensor], tuple[Tensor, int, bool]]:
         known = _precomputed(module)
-        scale = known or self._common_scale(mesh, module.weight)
-        q = ops.quantize_delayed(
-            self.shard, self.recipe.forward_dtype(device.formats(self.device)), scale.history,
-            record=False, transposed=False, power_of_two=self.recipe.power_of_two_scales,
-            emulated=_emulated(self, self.recipe),
-        )  # fmt: skip
-        data, (n, k), (rows, columns) = q.data, outer_size, self.shape
+        if known is None:
+            data, scale_inv = self._under_common_scale(mesh, module.weight)
+        else:
+            data, scale_inv = known.together.rows(known.place, self), known.scale_inv
+        (n, k), (rows, columns) = outer_size, self.shape
         if columns == k:  # sharded by rows: as many as the largest shard has
             rows = max(rows, math.ceil(n / mesh.size()))
         if data.shape != (rows, columns):
@@ -151,7 +150,7 @@ class ShardedWeight(Tensor):
         data = data.view(torch.uint8)  # not every backend sends FP8, nor pads it
         if len(data) < rows:
             data = nn.functional.pad(data, (0, 0, 0, rows - len(data)))
-        return (data,), (scale.scale_inv, k, known is None)
+        return (data,), (scale_inv, k, known is None)
 
     # `fully_shard` asks for it at every gather, and to find it takes as long as all of the above.
     fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
@@ -177,12 +176,12 @@ class ShardedWeight(Tensor):
         rows = data.view(self.recipe.forward_dtype(device.formats(data.device)))
         return GatheredWeight(rows, scale_inv, rows.shape, param_dtype), ()
 
-    def _common_scale(self, mesh: "DeviceMesh", weight: Any) -> "_Scale":
-        _check_placements(weight)
-        amax = _amaxes([self.shard], mesh)
+    def _under_common_scale(self, mesh: "DeviceMesh", weight: Any) -> tuple[Tensor, Tensor]:
+        check_placements(weight)
+        amax = amaxes_of([self.shard], mesh)
         distributed.all_reduce(amax, distributed.ReduceOp.MAX, group=mesh.get_group())
-        (scale,) = _scales(amax, self.recipe, _longest([weight]))
-        return scale
+        amaxes, (scale_inv,) = scales_of(amax, self.recipe, [weight])
+        return _cast([self], amaxes)[0], scale_inv
 
 
 class GatheredWeight(Tensor):
@@ -242,11 +241,32 @@ class GatheredWeight(Tensor):
         return (self.rows[: len(self)].float() * self.scale_inv[0]).to(self.dtype)
 
 
-class _Scale(NamedTuple):
-    """The scale of a whole weight."""
+class _Together:
+    """Layers whose weights one `fully_shard` gathers.
 
-    history: Tensor  # f32 [3], of its one amax, see `ops.quantize_delayed`
-    scale_inv: Tensor  # f32 [S], the one number, see `ops.quantize_tensorwise`
+    All shards are cast when the first is asked for: one call for a block takes less of the host's
+    time. The others wait until they are asked for, in the same gather.
+    """
+
+    def __init__(self, layers: list[nn.Module], amaxes: Tensor) -> None:
+        self.layers = [weakref.ref(layer) for layer in layers]  # they know this object
+        self.amaxes = amaxes  # f32 [layers, 3], see `ops.quantize_shards`
+        self.waiting: dict[int, Tensor] = {}
+        self.stream: Any = None  # on which they were cast
+
+    def rows(self, place: int, shard: ShardedWeight) -> Tensor:
+        """Return the shard of the layer at that place in FP8."""
+        stream = torch.cuda.current_stream(shard.device) if shard.is_cuda else None
+        if place not in self.waiting or stream != self.stream:
+            layers = [layer() for layer in self.layers]
+            found = [sharded(layer.weight) for layer in layers if layer is not None]
+            shards = [each for each in found if each is not None]
+            # An offloaded one comes as a copy, and the others are not here yet.
+            if len(shards) < len(layers) or shards[place] is not shard:
+                return _cast([shard], self.amaxes[place : place + 1])[0]
+            self.waiting = dict(enumerate(_cast(shards, self.amaxes)))
+            self.stream = stream
+        return self.waiting.pop(place)
 
 
 class _Precomputed(NamedTuple):
@@ -256,11 +276,13 @@ class _Precomputed(NamedTuple):
 
     writes: Writes
     number: int  # of them, then
-    scale: _Scale
+    scale_inv: Tensor  # f32 [S], see `ops.quantize_tensorwise`
+    together: _Together
+    place: int  # of the layer there
 
 
-def _precomputed(layer: nn.Module) -> _Scale | None:
-    known = vars(layer).get(PRECOMPUTED)
+def _precomputed(layer: nn.Module) -> _Precomputed | None:
+    known: _Precomputed | None = vars(layer).get(PRECOMPUTED)
     if known is None:
         return None
     shard = sharded(layer.weight)
@@ -270,7 +292,16 @@ def _precomputed(layer: nn.Module) -> _Scale | None:
             "fp8lt: a weight that is gathered in FP8 was changed after its scale was computed: "
             "call precompute_float8_dynamic_scale_for_fsdp after each change, on all ranks"
         )
-    return known.scale
+    return known
+
+
+def _cast(shards: list[ShardedWeight], amaxes: Tensor) -> list[Tensor]:
+    """Return them in FP8, with padding; amaxes: those of their wholes."""
+    recipe, where = shards[0].recipe, shards[0].device
+    return ops.quantize_shards(
+        [shard.shard for shard in shards], recipe.forward_dtype(device.formats(where)), amaxes,
+        power_of_two=recipe.power_of_two_scales, emulated=_emulated(shards[0], recipe),
+    )  # fmt: skip
 
 
 def _wrapper(
@@ -318,40 +349,6 @@ def _count_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
             if isinstance(t, ShardedWeight):
                 same = isinstance(source, ShardedWeight) and source.writes is t.writes
                 t.writes.count += not same
-
-
-def _check_placements(weight: Any) -> None:
-    if sum(placement.is_shard() for placement in weight.placements) > 1:
-        raise RuntimeError(
-            "fp8lt: weights of tensor-parallel layers are not gathered in FP8: leave them out "
-            "of enable_fsdp_float8_all_gather"
-        )
-
-
-def _amaxes(shards: list[Tensor], mesh: "DeviceMesh") -> Tensor:
-    """Return the amax of each shard, f32; a NaN, which a reduction may lose, as Inf.
-
-    Where the mesh is: a shard may be offloaded.
-    """
-    # The infinity norm is the amax; of nothing there is none. One launch for many shards.
-    parts = [t if t.numel() else t.new_zeros(1) for t in shards]
-    norms = torch._foreach_norm(parts, math.inf, dtype=torch.float32)
-    found = torch.stack(norms).nan_to_num(nan=math.inf, posinf=math.inf)
-    return found if found.device.type == mesh.device_type else found.to(mesh.device_type)
-
-
-def _scales(amaxes: Tensor, recipe: Recipe, longest: int) -> list[_Scale]:
-    """Return the scale of each weight; `longest` is how often a `scale_inv` has its number."""
-    # What makes a quantise take the amax for its tensor's own.
-    histories = torch.stack([amaxes, torch.zeros_like(amaxes), torch.ones_like(amaxes)], 1)
-    dtype = recipe.forward_dtype(device.formats(amaxes.device))
-    scales = emulate.scale_from_amax(amaxes, dtype, recipe.power_of_two_scales)
-    scales_inv = scales.reciprocal()[:, None].expand(-1, longest).contiguous()
-    return list(map(_Scale, histories.unbind(), scales_inv.unbind()))
-
-
-def _longest(weights: Iterable[Tensor]) -> int:
-    return max(PAD, *(padded(size) for weight in weights for size in weight.shape))
 
 
 def sharded(weight: object) -> ShardedWeight | None:
@@ -406,7 +403,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
         >>> model = nn.Sequential(fp8lt.Linear(16, 16))
         >>> fp8lt.precompute_float8_dynamic_scale_for_fsdp(model)  # nothing is sharded: no effect
     """
-    groups: dict[Any, list[nn.Module]] = {}
+    groups: dict[Any, list[tuple[str, nn.Module]]] = {}
     for name, layer in module.named_modules():
         weight: Any = layer._parameters.get("weight")
         if isinstance(weight, GatheredWeight):
@@ -417,16 +414,36 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
         shard = sharded(weight)
         if shard is not None and shard is not weight:
             key = weight.device_mesh, weight.placements, shard.recipe
-            groups.setdefault(key, []).append(layer)
-    for (mesh, _, recipe), layers in groups.items():
-        weights: list[Any] = [layer.weight for layer in layers]
-        shards = [weight._local_tensor for weight in weights]
-        _check_placements(weights[0])
-        amaxes = _amaxes([shard.shard for shard in shards], mesh)
-        for dim, placement in enumerate(weights[0].placements):
-            if placement.is_shard():  # the others have the same
+            groups.setdefault(key, []).append((name, layer))
+    for (mesh, placements, recipe), layers in groups.items():
+        units = _units(module, layers)
+        weights: list[Any] = [layer.weight for unit in units for layer in unit]
+        check_placements(weights[0])
+        amaxes = amaxes_of([weight._local_tensor.shard for weight in weights], mesh)
+        for dim, placement in enumerate(placements):
+            if placement.is_shard():
                 group = mesh.get_group(dim)
                 distributed.all_reduce(amaxes, distributed.ReduceOp.MAX, group=group)
-        scales = _scales(amaxes, recipe, _longest(weights))
-        for layer, shard, scale in zip(layers, shards, scales, strict=True):
-            setattr(layer, PRECOMPUTED, _Precomputed(shard.writes, shard.writes.count, scale))
+        known, scales_inv = scales_of(amaxes, recipe, weights)
+        done = 0
+        for unit in units:
+            together = _Together(unit, known[done : done + len(unit)])
+            for place, layer in enumerate(unit):
+                writes = weights[done]._local_tensor.writes
+                vars(layer)[PRECOMPUTED] = _Precomputed(
+                    writes, writes.count, scales_inv[done], together, place
+                )
+                done += 1
+
+
+def _units(module: nn.Module, layers: list[tuple[str, nn.Module]]) -> list[list[nn.Module]]:
+    """Divide layers by which module of a model gathers their weights."""
+    from torch.distributed.fsdp import FSDPModule
+
+    gatherers = {name for name, each in module.named_modules() if isinstance(each, FSDPModule)}
+    units: dict[str, list[nn.Module]] = {}
+    for name, layer in layers:
+        while name and name not in gatherers:
+            name = name.rpartition(".")[0]
+        units.setdefault(name, []).append(layer)
+    return list(units.values())

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 library = torch.library.Library("fp8lt", "DEF")
 
@@ -44,8 +45,10 @@ def _without_derivative(name: str) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         operator = getattr(torch.ops.fp8lt, name).default
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            return _NoDerivative.apply(operator, *args)
+        if torch.is_grad_enabled():
+            leaves, spec = tree_flatten(args)
+            if any(isinstance(a, Tensor) and a.requires_grad for a in leaves):
+                return _NoDerivative.apply(operator, spec, *leaves)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args)
 
@@ -54,9 +57,10 @@ def _without_derivative(name: str) -> Callable[..., Any]:
 
 class _NoDerivative(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, operator: Any, *args: Any) -> Any:
+    def forward(ctx: Any, operator: Any, spec: Any, *leaves: Any) -> Any:
         ctx.operator = operator
-        return operator(*args)
+        result = operator(*tree_unflatten(leaves, spec))
+        return tuple(result) if isinstance(result, list) else result
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:

@@ -114,6 +114,27 @@ def quantize_delayed(
     return Quantized(data, data_t, scale_inv, scale_inv, sums, tensorwise, tensorwise)
 
 
+def quantize_shards(
+    shards: list[Tensor],
+    dtype: torch.dtype,
+    amaxes: Tensor,
+    *,
+    power_of_two: bool = False,
+    emulated: bool = False,
+) -> list[Tensor]:
+    """Quantise several matrices, each under the amax of a whole that it is a shard of.
+
+        data[i] = saturate(shards[i] * FP8_MAX / max(amaxes[i, 0], 1e-12))
+
+    shards: [R, C] each, as x of `quantize_tensorwise`. amaxes: f32 [number of shards, 3],
+    contiguous: each row the `state` of a `quantize_delayed` with this one amax, (amax, 0, 1).
+    Each result is row-major, [padded R, padded C].
+    """
+    call = schemas.quantize_shards if emulated else torch.ops.fp8lt.quantize_shards.default
+    result: list[Tensor] = call(shards, dtype, amaxes, power_of_two)
+    return result
+
+
 def quantize_rowwise(
     x: Tensor,
     dtype: torch.dtype,

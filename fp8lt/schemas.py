@@ -125,6 +125,33 @@ quantize_delayed = define(
 )
 
 
+def _check_shards(
+    shards: list[Tensor], dtype: torch.dtype, amaxes: Tensor, power_of_two: bool
+) -> None:
+    if amaxes.dim() != 2 or len(amaxes) != len(shards):
+        raise RuntimeError(
+            f"fp8lt: want amaxes [{len(shards)}, 3], one row for each shard, got "
+            f"{list(amaxes.shape)}"
+        )
+    for x, amax in zip(shards, amaxes.unbind(), strict=True):
+        _check_delayed(x, dtype, True, False, amax, 0, False, False, None, power_of_two)
+
+
+def _shards_fake(
+    shards: list[Tensor], dtype: torch.dtype, amaxes: Tensor, power_of_two: bool
+) -> list[Tensor]:
+    return [_empty_copies(x, dtype, True, False)[0] for x in shards]
+
+
+quantize_shards = define(
+    "quantize_shards(Tensor[] shards, ScalarType dtype, Tensor amaxes, bool power_of_two)"
+    " -> Tensor[]",
+    _check_shards,
+    emulate.quantize_shards,
+    _shards_fake,
+)
+
+
 def _check_rowwise(
     x: Tensor,
     dtype: torch.dtype,

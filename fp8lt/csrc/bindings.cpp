@@ -25,6 +25,7 @@ std::tuple<int64_t, int64_t> cublaslt_versions() {
 TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) {
   m.impl("quantize_tensorwise", TORCH_FN(quantize_tensorwise_op));
   m.impl("quantize_delayed", TORCH_FN(quantize_delayed_op));
+  m.impl("quantize_shards", TORCH_FN(quantize_shards_op));
   m.impl("quantize_rowwise", TORCH_FN(quantize_rowwise_op));
   m.impl("quantize_blockwise", TORCH_FN(quantize_blockwise_op));
   m.impl("transposed", TORCH_FN(transposed_op));
@@ -34,9 +35,9 @@ TORCH_LIBRARY_IMPL(fp8lt, CUDA, m) {
 // The layer has a derivative, the operators that it is made of have none: to ask for one is an
 // error. Without this it would be lost, as where torch.func nests a derivative in another.
 void refuse_derivatives(torch::Library& library) {
-  for (const char* name : {"quantize_tensorwise", "quantize_delayed", "quantize_rowwise",
-                           "quantize_blockwise", "transposed", "gemm_nt", "gemm_nt_add",
-                           "linear_backward", "linear_backward_delayed"}) {
+  for (const char* name : {"quantize_tensorwise", "quantize_delayed", "quantize_shards",
+                           "quantize_rowwise", "quantize_blockwise", "transposed", "gemm_nt",
+                           "gemm_nt_add", "linear_backward", "linear_backward_delayed"}) {
     library.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }

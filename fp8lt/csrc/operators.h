@@ -3,6 +3,7 @@
 #pragma once
 
 #include <tuple>
+#include <vector>
 
 #include "kernels.h"
 
@@ -18,6 +19,8 @@ Tensors4 quantize_delayed_op(const at::Tensor& x, at::ScalarType dtype, bool row
                               bool transposed, at::Tensor state, int64_t margin, bool most_recent,
                               bool record, std::optional<at::ScalarType> sums_dtype,
                               bool power_of_two);
+std::vector<at::Tensor> quantize_shards_op(at::TensorList shards, at::ScalarType dtype,
+                                           const at::Tensor& amaxes, bool power_of_two);
 Tensors5 quantize_rowwise_op(const at::Tensor& x, at::ScalarType dtype, bool row_major,
                                    bool transposed, bool power_of_two, bool folded,
                                    const std::optional<at::Tensor>& fold_cols,

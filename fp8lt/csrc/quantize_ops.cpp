@@ -257,6 +257,24 @@ Tensors4 quantize_delayed_op(const Tensor& x, ScalarType dtype, bool row_major, 
                             history_in(state, 0, x.device(), margin, most_recent, record)));
 }
 
+std::vector<Tensor> quantize_shards_op(at::TensorList shards, ScalarType dtype,
+                                       const Tensor& amaxes, bool power_of_two) {
+  const auto count = static_cast<int64_t>(shards.size());
+  TORCH_CHECK(amaxes.dim() == 2 && amaxes.size(0) == count, "fp8lt: want amaxes [", count,
+              ", 3], one row for each shard, got ", amaxes.sizes());
+  Copies rows{dtype, /*row_major=*/true, /*transposed=*/false, std::nullopt, power_of_two};
+  rows.memory = Memory::kScaleWithData;
+  constexpr bool kMostRecent = false, kRecord = false;
+  std::vector<Tensor> data;
+  data.reserve(shards.size());
+  for (int64_t i = 0; i < count; ++i) {
+    check_matrix(shards[i]);
+    const History history = history_in(amaxes, i, shards[i].device(), 0, kMostRecent, kRecord);
+    data.push_back(quantize_delayed_cuda(shards[i], rows, history).data);
+  }
+  return data;
+}
+
 Tensors5 quantize_rowwise_op(const Tensor& x, ScalarType dtype, bool row_major, bool transposed,
                              bool power_of_two, bool folded,
                              const std::optional<Tensor>& fold_cols,
