@@ -194,7 +194,7 @@ class ScaledMMLinear(nn.Linear):
 # -------------------------------------------------------------------------------------- conversion
 
 
-def gains_from_fp8(layer: nn.Linear, name: str = "") -> bool:
+def nanochat_converts(layer: nn.Linear, name: str = "") -> bool:
     """Return nanochat's choice: sizes that FP8 GEMMs take, and no small ones."""
     sizes = (layer.in_features, layer.out_features)
     return all(size % 16 == 0 for size in sizes) and min(sizes) >= 128
@@ -203,10 +203,10 @@ def gains_from_fp8(layer: nn.Linear, name: str = "") -> bool:
 def convert(model: nn.Module, precision: str, recipe: str) -> int:
     """Give the linear layers their precision, in place; return how many are FP8 now."""
     if precision == "fp8":
-        fp8lt.convert_to_float8_training(model, config=recipe, module_filter_fn=gains_from_fp8)
+        fp8lt.convert_to_float8_training(model, config=recipe, module_filter_fn=nanochat_converts)
     elif precision == "scaled_mm":
         for layer in model.modules():
-            if isinstance(layer, nn.Linear) and gains_from_fp8(layer):
+            if isinstance(layer, nn.Linear) and nanochat_converts(layer):
                 layer.__class__ = ScaledMMLinear
     return sum(isinstance(layer, (fp8lt.Linear, ScaledMMLinear)) for layer in model.modules())
 

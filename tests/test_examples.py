@@ -278,7 +278,7 @@ def test_a_token_changes_the_loss_of_its_position_and_later_ones_alone() -> None
 def test_layers_that_are_small_or_no_multiples_of_16_are_left_alone(
     sizes: tuple[int, int], wanted: bool
 ) -> None:
-    assert nanochat.gains_from_fp8(nn.Linear(*sizes, device="meta")) == wanted
+    assert nanochat.nanochat_converts(nn.Linear(*sizes, device="meta")) == wanted
 
 
 @pytest.mark.parametrize("precision", ["fp8", "scaled_mm"])
