@@ -23,6 +23,7 @@ import bench_core
 import bench_linear
 import bench_model
 import bench_modes
+import bench_nanochat
 import bench_peers
 from bench_peers import Contender, Layer
 
@@ -271,6 +272,18 @@ def test_the_nanochat_mode_trains_the_example(capsys: pytest.CaptureFixture[str]
         assert bf16 < 0.02 < fp8 < 0.3  # measured 0.0035 and 0.075
     assert report["modes"]["nanochat"]["parameters"] == {"depth 2": 458_752}
     assert "tokens/s" in tables
+
+
+def test_the_filter_leaves_out_the_attention_of_the_small_nanochat_alone() -> None:
+    kept = []
+    for size in bench_nanochat.SIZES:
+        with torch.device("meta"):
+            model = bench_nanochat.GPT(size.depth, size.vocabulary, size.seq)
+        model.tokens = size.batch * size.seq
+        every, some = bench_nanochat.chosen(model)
+        assert len(every) == 6 * size.depth + 1
+        kept.append({name.rpartition(".")[2] for name in some})
+    assert kept == [{"up", "down", "head"}, {"q", "k", "v", "out", "up", "down", "head"}]
 
 
 class FakeLinear(nn.Linear):
