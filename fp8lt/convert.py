@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .config import Float8LinearConfig, recipe_of
 from .convert_report import ConversionReport, lines_of
+from .filters import Gains
 from .fsdp import GatheredWeight, gathered_in_fp8, plain, sharded, why_not_in_fp8
 from .module import CONTEXT_STATE, Linear, drop_state
 from .recipe import Recipe
@@ -87,8 +88,11 @@ def convert_to_float8_training(
             )
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, name):
-            reason = getattr(module_filter_fn, "reason", None)
-            reasons[name] = reason(layer) if reason else "module_filter_fn returned False"
+            reasons[name] = (
+                module_filter_fn.reason(layer)
+                if isinstance(module_filter_fn, Gains)
+                else "module_filter_fn returned False"
+            )
             continue
         layer.__class__ = Linear
         layer.recipe = recipe

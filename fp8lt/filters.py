@@ -31,7 +31,7 @@ class Gains:
     def reason(self, layer: nn.Module) -> str:
         """Say why a layer stays as it is."""
         return (
-            f"too small to gain: with {self.tokens} tokens its size is {self._size(layer):.0f}, "
+            f"too small to gain: with {self.tokens} tokens its size is {self._size(layer):.1f}, "
             f"below {self.least_size}"
         )
 
@@ -43,7 +43,10 @@ class Gains:
 
 
 def gains_from_fp8(
-    tokens: int, config: Float8LinearConfig | Recipe | str | None = None, *, compiled: bool = False
+    tokens: int,
+    config: Float8LinearConfig | Recipe | str | None = None,
+    *,
+    host_hidden: bool = False,
 ) -> Gains:
     """Return a `module_filter_fn` that leaves out the layers which are too small to gain.
 
@@ -57,8 +60,8 @@ def gains_from_fp8(
     Args:
         tokens: rows of x that a layer sees in a call: batch size times sequence length.
         config: what `convert_to_float8_training` is given. A recipe's options do not count.
-        compiled: the time of the host does not count, as under `torch.compile` or in a CUDA graph,
-            or in a model that keeps the GPU busy: the least size is no larger then.
+        host_hidden: the time of the host does not count, as in a CUDA graph or a model that keeps
+            the GPU busy: the least size is no larger then.
 
     Raises:
         TypeError: `tokens` is not an int, `config` is none of these.
@@ -83,4 +86,4 @@ def gains_from_fp8(
             f"{', '.join(LEAST_SIZES)}"
         )
     eager, hidden = LEAST_SIZES[name]
-    return Gains(tokens, hidden if compiled else eager)
+    return Gains(tokens, hidden if host_hidden else eager)

@@ -245,7 +245,7 @@ class _Together:
     """Layers whose weights one `fully_shard` gathers.
 
     All shards are cast when the first is asked for: one call for a block takes less of the host's
-    time. The others wait until they are asked for, in the same gather.
+    time. The others wait until they are asked for, by the same gather.
     """
 
     def __init__(self, layers: list[nn.Module], amaxes: Tensor) -> None:
@@ -259,14 +259,20 @@ class _Together:
         stream = torch.cuda.current_stream(shard.device) if shard.is_cuda else None
         if place not in self.waiting or stream != self.stream:
             layers = [layer() for layer in self.layers]
-            found = [sharded(layer.weight) for layer in layers if layer is not None]
-            shards = [each for each in found if each is not None]
+            shards = [each for each in map(self._shard_of, layers) if each is not None]
             # An offloaded one comes as a copy, and the others are not here yet.
             if len(shards) < len(layers) or shards[place] is not shard:
                 return _cast([shard], self.amaxes[place : place + 1])[0]
             self.waiting = dict(enumerate(_cast(shards, self.amaxes)))
             self.stream = stream
         return self.waiting.pop(place)
+
+    def _shard_of(self, layer: nn.Module | None) -> ShardedWeight | None:
+        """Return a layer's shard, if it is still to be cast under the amax that is known here."""
+        known: _Precomputed | None = None if layer is None else vars(layer).get(PRECOMPUTED)
+        if layer is None or known is None or known.together is not self:
+            return None
+        return sharded(layer.weight)
 
 
 class _Precomputed(NamedTuple):
@@ -389,13 +395,13 @@ def why_not_in_fp8(weight: Tensor, recipe: Recipe) -> str | None:
     return None
 
 
-@torch.no_grad()
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
-    """Compute the scales of all weights that are gathered in FP8, in one all-reduce.
+    """Compute the scales of all weights that are gathered in FP8, in one all-reduce for a mesh.
 
-    To be called after each `optimizer.step()`, and whatever else changes weights, on all ranks: a
-    gather of a weight that has changed since is an error. Without any call every gather reduces an
-    amax of its own. Nobody sees what is written into the tensors of a state dict.
+    To be called after each `optimizer.step()`, and whatever else changes weights, on all ranks, and
+    on the stream that the model runs on: a gather of a weight that has changed since is an error.
+    Without any call every gather reduces an amax of its own. Nobody sees what is written into the
+    tensors of a state dict. An event for `FSDPModule.set_post_optim_event` is one recorded later.
 
     Raises RuntimeError where a weight is not sharded just now: between forward and backward.
 
@@ -403,7 +409,13 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
         >>> model = nn.Sequential(fp8lt.Linear(16, 16))
         >>> fp8lt.precompute_float8_dynamic_scale_for_fsdp(model)  # nothing is sharded: no effect
     """
-    groups: dict[Any, list[tuple[str, nn.Module]]] = {}
+    # No inference tensors: training goes on with them.
+    with torch.inference_mode(False), torch.no_grad():
+        _precompute(module)
+
+
+def _precompute(module: nn.Module) -> None:
+    groups: dict[Any, dict[str, nn.Module]] = {}
     for name, layer in module.named_modules():
         weight: Any = layer._parameters.get("weight")
         if isinstance(weight, GatheredWeight):
@@ -414,10 +426,10 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
         shard = sharded(weight)
         if shard is not None and shard is not weight:
             key = weight.device_mesh, weight.placements, shard.recipe
-            groups.setdefault(key, []).append((name, layer))
+            groups.setdefault(key, {})[name] = layer
     for (mesh, placements, recipe), layers in groups.items():
         units = _units(module, layers)
-        weights: list[Any] = [layer.weight for unit in units for layer in unit]
+        weights: list[Any] = [users[0].weight for unit in units for users in unit]
         check_placements(weights[0])
         amaxes = amaxes_of([weight._local_tensor.shard for weight in weights], mesh)
         for dim, placement in enumerate(placements):
@@ -427,23 +439,26 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
         known, scales_inv = scales_of(amaxes, recipe, weights)
         done = 0
         for unit in units:
-            together = _Together(unit, known[done : done + len(unit)])
-            for place, layer in enumerate(unit):
+            together = _Together([users[0] for users in unit], known[done : done + len(unit)])
+            for place, users in enumerate(unit):
                 writes = weights[done]._local_tensor.writes
-                vars(layer)[PRECOMPUTED] = _Precomputed(
-                    writes, writes.count, scales_inv[done], together, place
-                )
+                precomputed = _Precomputed(writes, writes.count, scales_inv[done], together, place)
+                for layer in users:
+                    vars(layer)[PRECOMPUTED] = precomputed
                 done += 1
 
 
-def _units(module: nn.Module, layers: list[tuple[str, nn.Module]]) -> list[list[nn.Module]]:
-    """Divide layers by which module of a model gathers their weights."""
+def _units(module: nn.Module, layers: dict[str, nn.Module]) -> list[list[list[nn.Module]]]:
+    """Divide layers by which module of a model gathers their weights, then by the weight."""
     from torch.distributed.fsdp import FSDPModule
 
     gatherers = {name for name, each in module.named_modules() if isinstance(each, FSDPModule)}
-    units: dict[str, list[nn.Module]] = {}
-    for name, layer in layers:
+    units: dict[str, dict[int, list[nn.Module]]] = {}
+    unit_of: dict[int, dict[int, list[nn.Module]]] = {}  # a tied weight is gathered once
+    for name, layer in layers.items():
         while name and name not in gatherers:
             name = name.rpartition(".")[0]
-        units.setdefault(name, []).append(layer)
-    return list(units.values())
+        weight = id(layer.weight)
+        unit = unit_of.setdefault(weight, units.setdefault(name, {}))
+        unit.setdefault(weight, []).append(layer)
+    return [list(unit.values()) for unit in units.values() if unit]

@@ -29,23 +29,30 @@ def amaxes_of(shards: list[Tensor], mesh: "DeviceMesh") -> Tensor:
 
     Where the mesh is: a shard may be offloaded.
     """
-    # The infinity norm is the amax; of nothing there is none. One launch for many shards.
-    parts = [t if t.numel() else t.new_zeros(1) for t in shards]
-    norms = torch._foreach_norm(parts, math.inf, dtype=torch.float32)
-    found = torch.stack(norms).nan_to_num(nan=math.inf, posinf=math.inf)
-    return found if found.device.type == mesh.device_type else found.to(mesh.device_type)
+    parts = [t if t.numel() else t.new_zeros(1) for t in shards]  # of nothing there is no amax
+    if all(t.is_cuda for t in parts):
+        # The infinity norm is the amax: one launch for many shards. On a CPU it is slow.
+        found = list(torch._foreach_norm(parts, math.inf, dtype=torch.float32))
+    else:
+        found = [t.abs().amax().float() for t in parts]
+        if len({t.device for t in found}) > 1:
+            found = [t.to(mesh.device_type) for t in found]
+    return torch.stack(found).nan_to_num(nan=math.inf, posinf=math.inf).to(mesh.device_type)
 
 
 def scales_of(
     amaxes: Tensor, recipe: Recipe, weights: Iterable[Tensor]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+) -> tuple[Tensor, list[Tensor]]:
     """Return what `ops.quantize_shards` wants of the amaxes, and a `scale_inv` for each weight.
 
-    See `ops.quantize_tensorwise` for the latter; all are as long as the longest needs.
+    See `ops.quantize_tensorwise` for the latter. Each has memory of its own, since a gathered
+    weight keeps it.
     """
     known = torch.stack([amaxes, torch.zeros_like(amaxes), torch.ones_like(amaxes)], 1)
     dtype = recipe.forward_dtype(device.formats(amaxes.device))
     scales = emulate.scale_from_amax(amaxes, dtype, recipe.power_of_two_scales)
-    longest = max(PAD, *(padded(size) for weight in weights for size in weight.shape))
-    scales_inv = scales.reciprocal()[:, None].expand(-1, longest).contiguous()
-    return known, scales_inv.unbind()
+    lengths = [max(PAD, *map(padded, weight.shape)) for weight in weights]
+    numbers = scales.reciprocal().split(1)
+    return known, [
+        number.expand(length).contiguous() for number, length in zip(numbers, lengths, strict=True)
+    ]

@@ -128,7 +128,7 @@ quantize_delayed = define(
 def _check_shards(
     shards: list[Tensor], dtype: torch.dtype, amaxes: Tensor, power_of_two: bool
 ) -> None:
-    if amaxes.dim() != 2 or len(amaxes) != len(shards):
+    if amaxes.dim() != 2 or tuple(amaxes.shape) != (len(shards), 3):
         raise RuntimeError(
             f"fp8lt: want amaxes [{len(shards)}, 3], one row for each shard, got "
             f"{list(amaxes.shape)}"

@@ -21,15 +21,15 @@ def test_small_layers_stay_and_the_report_says_why() -> None:
     assert list(report.converted) == ["0"]
     least, _ = filters.LEAST_SIZES["tensorwise"]
     want = "too small to gain: with 8192 tokens its size is {}, below {:.0f}"
-    assert report.skipped == {"1": want.format(32, least), "2": want.format(1, least)}
-    assert want.format(32, least) in str(report)
+    assert report.skipped == {"1": want.format(31.8, least), "2": want.format(1.0, least)}
+    assert want.format(31.8, least) in str(report)
 
 
 @pytest.mark.parametrize("name", filters.LEAST_SIZES)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_layer_of_the_least_size_is_converted(name: str, compiled: bool) -> None:
-    least = filters.LEAST_SIZES[name][compiled]
-    gains = fp8lt.gains_from_fp8(10**12, name, compiled=compiled)
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_layer_of_the_least_size_is_converted(name: str, hidden: bool) -> None:
+    least = filters.LEAST_SIZES[name][hidden]
+    gains = fp8lt.gains_from_fp8(10**12, name, host_hidden=hidden)
     enough = 2 * math.ceil(least) + 1  # the size of a square layer with many tokens is half of it
     assert list(converted(gains, (enough, enough)).converted) == ["0"]
     if least > 1:
@@ -44,6 +44,20 @@ def test_fewer_tokens_and_the_hosts_time_make_layers_stay() -> None:
     layer = nn.Linear(4096, 4096, device="meta")
     gains = [fp8lt.gains_from_fp8(tokens)(layer, "") for tokens in (16, 16384)]
     assert gains == [False, True]
+
+
+def test_another_filter_needs_no_reason() -> None:
+    class Filter:
+        reason = "large ones only"
+
+        def __call__(self, layer: nn.Module, name: str) -> bool:
+            return False
+
+    report = fp8lt.ConversionReport()
+    layers = nn.Sequential(nn.Linear(16, 16))
+    with pytest.warns(UserWarning, match="no layer was converted"):
+        fp8lt.convert_to_float8_training(layers, module_filter_fn=Filter(), report=report)
+    assert report.skipped == {"0": "module_filter_fn returned False"}
 
 
 def test_it_takes_what_the_conversion_takes() -> None:

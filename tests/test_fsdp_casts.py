@@ -62,8 +62,9 @@ def test_it_has_no_derivative(on: torch.device) -> None:
 def test_it_says_what_does_not_fit(on: torch.device) -> None:
     x = torch.ones(16, 16, device=on)
     for emulated in (False, True):
-        with pytest.raises(RuntimeError, match=r"want amaxes \[2, 3\], one row for each shard"):
-            ops.quantize_shards([x, x], E4M3, under(1.0, on=on), emulated=emulated)
+        for wrong in (under(1.0, on=on), torch.ones(2, 4, device=on), torch.ones(6, device=on)):
+            with pytest.raises(RuntimeError, match=r"want amaxes \[2, 3\], one row for each shard"):
+                ops.quantize_shards([x, x], E4M3, wrong, emulated=emulated)
         with pytest.raises(RuntimeError, match=r"want x \[R, C\], got \[16\]"):
             ops.quantize_shards([x[0]], E4M3, under(1.0, on=on), emulated=emulated)
 
@@ -116,9 +117,86 @@ def test_a_block_is_cast_in_one_call(ranks: Ranks) -> None:
     ranks.run(count_casts)
 
 
+def tied(rank: int) -> None:
+    """FSDP2 asks for the shard of the first layer alone."""
+    torch.manual_seed(0)
+    twin = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3))).to(here())
+    twin[2].weight = twin[0].weight
+    layers = copy.deepcopy(twin)
+    fp8lt.convert_to_float8_training(twin)
+    fp8lt.convert_to_float8_training(layers, config=CONFIG)
+    layers[2].weight = layers[0].weight
+    if fsdp.sharded(layers[0].weight) is None:  # as it has another user
+        fsdp_weight = fsdp.gathered_in_fp8(layers[0].weight.detach(), layers[0].recipe)
+        layers[0].weight = layers[2].weight = nn.Parameter(fsdp_weight)
+    fully_shard(layers, mesh=init_device_mesh(here().type, (WORLD,)))
+    fp8lt.precompute_float8_dynamic_scale_for_fsdp(layers)
+    x = randn(4, 32, on=here(), dtype=torch.float32)
+    assert torch.equal(layers(x), twin(x))
+    known = [vars(layer)[fsdp.PRECOMPUTED] for layer in layers]
+    assert known[0] is known[2]
+    assert known[0].together is known[1].together
+    assert known[0].together.waiting == {}
+
+
+def test_a_tied_weight_is_cast_once(ranks: Ranks) -> None:
+    ranks.run(tied)
+
+
+def part_again(rank: int) -> None:
+    """What one layer's new scale supersedes is not cast under the old one, and nothing waits."""
+    layers, twin = layers_of(48, 48, 48, 32)
+    fully_shard(layers, mesh=init_device_mesh(here().type, (WORLD,)))
+    fp8lt.precompute_float8_dynamic_scale_for_fsdp(layers)
+    before = vars(layers[0])[fsdp.PRECOMPUTED].together
+    fp8lt.precompute_float8_dynamic_scale_for_fsdp(layers[1])
+    x = randn(4, 48, on=here(), dtype=torch.float32)
+    assert torch.equal(layers(x), twin(x))
+    assert before.waiting == {}
+
+
+def test_scales_of_a_part_may_be_computed_again(ranks: Ranks) -> None:
+    ranks.run(part_again)
+
+
+def lengths(rank: int) -> None:
+    """A scale is as long as its weight wants, with and without precompute, in its own memory."""
+    layers, _ = layers_of(48, 96, 32)
+    shard(layers, reshard=False)
+    found = []
+    for prepare in (bool, fp8lt.precompute_float8_dynamic_scale_for_fsdp):
+        prepare(layers)
+        layers(torch.ones(2, 48, device=here()))
+        scales = [layer.weight.scale_inv for layer in layers]
+        found.append([(len(t), t.untyped_storage().nbytes()) for t in scales])
+        for layer in layers:
+            layer.reshard()
+    assert found == [[(96, 384), (96, 384)]] * 2
+
+
+def test_scales_are_as_long_as_their_weights_want(ranks: Ranks) -> None:
+    ranks.run(lengths)
+
+
+def in_inference_mode(rank: int) -> None:
+    """An evaluation may compute scales; training goes on with them."""
+    layers, twin = layers_of(48, 96, 32)
+    shard(layers)
+    x = randn(4, 48, on=here(), dtype=torch.float32)
+    layers(x).sum().backward()
+    with torch.inference_mode():
+        fp8lt.precompute_float8_dynamic_scale_for_fsdp(layers)
+        assert torch.equal(layers(x), twin(x))
+    y = layers(x)
+    assert torch.equal(y, twin(x))
+    y.sum().backward()
+
+
+def test_scales_may_be_computed_in_inference_mode(ranks: Ranks) -> None:
+    ranks.run(in_inference_mode)
+
+
 def offloaded(rank: int) -> None:
-    if here().type == "cpu":
-        return  # there is nothing to offload from
     layers, twin = layers_of(48, 96, 32, bias=False)
     shard(layers, offload_policy=CPUOffloadPolicy(pin_memory=False))
     x = randn(4, 48, on=here(), dtype=torch.float32)
@@ -127,6 +205,8 @@ def offloaded(rank: int) -> None:
         assert torch.equal(layers(x), twin(x))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("on", [torch.device("cuda")], ids=str)
 def test_shards_may_be_offloaded(ranks: Ranks) -> None:
     ranks.run(offloaded)
 
@@ -140,13 +220,16 @@ def test_a_shard_that_is_a_copy_is_cast_by_itself() -> None:
     amaxes = under(*(float(shard.shard.abs().max()) for shard in shards), on=torch.device("cpu"))
     want = fsdp._cast(shards, amaxes)
     together = fsdp._Together(layers, amaxes)
+    for place, layer in enumerate(layers):
+        of_layer = fsdp._Precomputed(shards[place].writes, 0, amaxes, together, place)
+        vars(layer)[fsdp.PRECOMPUTED] = of_layer
     copied = fsdp.ShardedWeight(shards[1].shard.clone(), shards[1].recipe)
     assert torch.equal(raw(together.rows(1, copied)), raw(want[1]))
     assert together.waiting == {}
     assert torch.equal(raw(together.rows(1, shards[1])), raw(want[1]))
     assert list(together.waiting) == [0]
     assert torch.equal(raw(together.rows(0, shards[0])), raw(want[0]))
-    del layer, layers[0], shards
+    del layer, layers[0], shards, of_layer
     gc.collect()
     assert together.layers[0]() is None  # what is known of a layer does not keep it
     (rest,) = layers

@@ -167,10 +167,12 @@ def test_it_runs_on_the_current_stream_of_its_gpu() -> None:
     for where in gpus:
         torch.cuda.synchronize(where)
     results: dict[torch.device, list[list[Tensor]]] = {where: [] for where in gpus}
+    kept = []  # another tensor in their memory would be written on another stream
     for i in range(6):
         for where in gpus:
             x, dy = batches[where][i]
             late = torch.zeros_like(x)
+            kept.append(late)
             torch.cuda.synchronize(where)
             with torch.cuda.stream(streams[where][i % 2]):  # makes its GPU current, too
                 torch.cuda._sleep(2_000_000)

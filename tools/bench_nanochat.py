@@ -59,7 +59,7 @@ def converted(model: Model, precision: str, recipe: str = "tensorwise") -> Loss:
 def chosen(model: Model) -> tuple[set[str], set[str]]:
     """Return the names of the layers that nanochat would convert, and of those that gain."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    gains = fp8lt.gains_from_fp8(model.tokens, compiled=True)
+    gains = fp8lt.gains_from_fp8(model.tokens, host_hidden=True)
     every = {name for name, layer in layers.items() if nanochat.nanochat_converts(layer, name)}
     return every, {name for name in every if gains(layers[name], name)}
 

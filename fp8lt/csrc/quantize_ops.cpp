@@ -260,8 +260,8 @@ Tensors4 quantize_delayed_op(const Tensor& x, ScalarType dtype, bool row_major, 
 std::vector<Tensor> quantize_shards_op(at::TensorList shards, ScalarType dtype,
                                        const Tensor& amaxes, bool power_of_two) {
   const auto count = static_cast<int64_t>(shards.size());
-  TORCH_CHECK(amaxes.dim() == 2 && amaxes.size(0) == count, "fp8lt: want amaxes [", count,
-              ", 3], one row for each shard, got ", amaxes.sizes());
+  TORCH_CHECK(amaxes.dim() == 2 && amaxes.size(0) == count && amaxes.size(1) == 3,
+              "fp8lt: want amaxes [", count, ", 3], one row for each shard, got ", amaxes.sizes());
   Copies rows{dtype, /*row_major=*/true, /*transposed=*/false, std::nullopt, power_of_two};
   rows.memory = Memory::kScaleWithData;
   constexpr bool kMostRecent = false, kRecord = false;
