@@ -259,24 +259,28 @@ def test_the_step_mode_trains_a_decoder_in_every_case(
     assert "fp8lt-context" in tables
 
 
-def test_the_nanochat_mode_trains_the_example(capsys: pytest.CaptureFixture[str]) -> None:
-    names = ("fp8lt", "fp8lt-compiled")
-    report, tables = run_main(capsys, "nanochat", "--rounds", "1", "--contenders", *names)
-    rows = rows_of(report, "nanochat")
-    assert [(row["case"], row["contender"], row["status"]) for row in rows] == [
-        ("depth 2, eager", "bf16", "ok"), ("depth 2, eager", "fp8lt", "ok"),
-        ("depth 2, compiled", "bf16-compiled", "ok"), ("depth 2, compiled", "fp8lt-compiled", "ok"),
-    ]  # fmt: skip
-    for case in (rows[:2], rows[2:]):
-        bf16, fp8 = (row["errors"]["dw"] for row in case)
-        assert bf16 < 0.02 < fp8 < 0.3  # measured 0.0035 and 0.075
-    assert report["modes"]["nanochat"]["parameters"] == {"depth 2": 458_752}
+def test_the_nanochat_modes_train_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    modes, names = bench_nanochat.SIZES, ("fp8lt", "fp8lt-compiled")
+    report, tables = run_main(capsys, *modes, "--rounds", "1", "--contenders", *names)
+    for mode, depth, width in (("nanochat12", 2, 128), ("nanochat24", 3, 256)):
+        rows = rows_of(report, mode)
+        assert [(row["case"], row["contender"], row["status"]) for row in rows] == [
+            (f"depth {depth}, {case}", name if case == "eager" else f"{name}-compiled", "ok")
+            for case in ("eager", "compiled")
+            for name in ("bf16", "fp8lt")
+        ]
+        for case in (rows[:2], rows[2:]):
+            bf16, fp8 = (row["errors"]["dw"] for row in case)
+            assert bf16 < 0.02 < fp8 < 0.3  # measured 0.0035 and 0.075 at depth 2
+        # A block has 4 square layers and 2 of 4 times the width; embedding and head have 256 words.
+        parameters = depth * 12 * width**2 + 2 * 256 * width
+        assert report["modes"][mode]["parameters"] == parameters
     assert "tokens/s" in tables
 
 
 def test_the_filter_leaves_out_the_attention_of_the_small_nanochat_alone() -> None:
     kept = []
-    for size in bench_nanochat.SIZES:
+    for size in bench_nanochat.SIZES.values():
         with torch.device("meta"):
             model = bench_nanochat.GPT(size.depth, size.vocabulary, size.seq)
         model.tokens = size.batch * size.seq

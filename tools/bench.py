@@ -8,8 +8,8 @@ Modes: layer (forward, and with backward), quantize (that of every recipe, again
 and two reads), gemm (the layer's GEMMs by themselves), host (wall time per call at small shapes),
 decode (inference of few tokens with a quantised weight), sizes (from which size on a layer gains
 from FP8), model (four Llama-like blocks, eager and compiled, and peak memory), step (a training
-step of a whole decoder, eager, compiled and graphed), nanochat (a training step of
-examples/nanochat.py at two depths, eager and compiled), all. fp8lt's contenders are its recipes,
+step of a whole decoder, eager, compiled and graphed), nanochat12, nanochat24 (a training step of
+examples/nanochat.py at that depth, eager and compiled), all. fp8lt's contenders are its recipes,
 and `fp8lt` is tensorwise.
 
 Peers that are not installed are listed as missing; one that raises is listed as failed with the
@@ -25,6 +25,7 @@ import json
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ MODES = {
     "sizes": bench_sizes.sizes,
     "model": bench_model.model,  # last: these take longest
     "step": bench_step.step,
-    "nanochat": bench_nanochat.measure,
+    **{mode: partial(bench_nanochat.measure, mode) for mode in bench_nanochat.SIZES},
 }
 ROUNDS = 7
 
@@ -101,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"after so long, {LEAST_ROUNDS} rounds are enough for what is left")  # fmt: skip
     add("--shapes", nargs="+", type=shape, metavar="MxKxN",
         help="tokens x in x out, in place of each mode's own; `quantize` takes M and K; `model`, "
-        "`step` and `nanochat` have their own sizes")  # fmt: skip
+        "`step` and those of nanochat have their own sizes")  # fmt: skip
     add("--contenders", nargs="+", choices=contender_names(), metavar="NAME",
         help="only these, and always bf16: " + ", ".join(contender_names()))  # fmt: skip
     add(
@@ -159,13 +160,13 @@ def start(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
                 "layer": LOOP,
                 "model": 1,
                 "step": bench_step.LOOP,
-                "nanochat": bench_step.LOOP,
+                **dict.fromkeys(bench_nanochat.SIZES, bench_step.LOOP),
             },
             "runs_per_round": {
                 "layer": bench_core.RUNS,
                 "model": bench_model.RUNS,
                 "step": bench_step.RUNS,
-                "nanochat": bench_step.RUNS,
+                **dict.fromkeys(bench_nanochat.SIZES, bench_step.RUNS),
             },
             "input_sets": bench_linear.INPUT_SETS,
             "autotune": args.autotune,

@@ -1,4 +1,4 @@
-"""The mode `nanochat`: training steps of the GPT in `examples/nanochat.py`, at two depths.
+"""The modes `nanochat12`, `nanochat24`: training steps of the GPT in `examples/nanochat.py`.
 
 Depth 12 (768 wide) with 16 x 2048 tokens and depth 24 (1536 wide) with 8 x 2048, each eager and
 compiled: f32 weights, autocast to bf16, cross-entropy over 50304 words, AdamW. `scaled_mm` is FP8
@@ -38,8 +38,8 @@ class Size(NamedTuple):
         return f"depth {self.depth}"
 
 
-SIZES = [Size(12, 16, 2048, 50304), Size(24, 8, 2048, 50304)]
-SIZES_CPU = [Size(2, 2, 16, 256)]
+SIZES = {"nanochat12": Size(12, 16, 2048, 50304), "nanochat24": Size(24, 8, 2048, 50304)}
+SIZES_CPU = {"nanochat12": Size(2, 2, 16, 256), "nanochat24": Size(3, 2, 16, 256)}
 
 
 class GPT(nanochat.GPT):
@@ -86,8 +86,11 @@ VARIANTS = [
 ]
 
 
-def measure_size(bench: Bench, size: Size, variants: list[Variant]) -> tuple[list[Row], int]:
-    """Return the rows of a depth, eager and compiled, and how many parameters the model has."""
+def measure(mode: str, bench: Bench) -> Result:
+    """Measure every contender beside the others, eager and compiled, at a mode's depth."""
+    variants, lost = bench.choose(VARIANTS)
+    size = (SIZES if bench.device.type == "cuda" else SIZES_CPU)[mode]
+    bench.free()
     torch.manual_seed(0)
     with bench.device:
         source = GPT(size.depth, size.vocabulary, size.seq)
@@ -95,6 +98,7 @@ def measure_size(bench: Bench, size: Size, variants: list[Variant]) -> tuple[lis
     every, some = chosen(source)
     if not some or some == every:
         variants = [variant for variant in variants if not variant.name.startswith(FILTERED)]
+    bench.expect(len(variants))
     work = Workload(bench, source, size.vocabulary, (size.batch, size.seq), PROBED)
     rows: list[Row] = []
     for case in ("eager", "compiled"):
@@ -105,18 +109,5 @@ def measure_size(bench: Bench, size: Size, variants: list[Variant]) -> tuple[lis
                 for row in measure_case(work, mine)
             ]
         bench.free()
-    return rows, sum(p.numel() for p in source.parameters())
-
-
-def measure(bench: Bench) -> Result:
-    """Measure every contender beside the others of its depth and case."""
-    variants, lost = bench.choose(VARIANTS)
-    sizes = SIZES if bench.device.type == "cuda" else SIZES_CPU
-    bench.expect(len(variants) * len(sizes))
-    rows: list[Row] = []
-    parameters = {}
-    for size in sizes:
-        bench.free()
-        new, parameters[str(size)] = measure_size(bench, size, variants)
-        rows += new
+    parameters = sum(p.numel() for p in source.parameters())
     return {"rows": rows, "missing": lost, "parameters": parameters}

@@ -14,7 +14,8 @@ TITLES = {
     "sizes": "speed-up over bf16",
     "model": "us and speed-up over bf16 in the same mode",
     "step": "us and speed-up over bf16 in the same mode",
-    "nanochat": "us and speed-up over bf16 at the same depth, in the same mode",
+    "nanochat12": "us and speed-up over bf16 in the same mode",
+    "nanochat24": "us and speed-up over bf16 in the same mode",
 }
 
 
@@ -236,7 +237,7 @@ def mode_report(mode: str, result: Result) -> str:
             mine = [row for row in rows if row["case"] == case]
             blocks += [phase_table(mode, mine, "step"), model_parts_table(mine)]
             blocks += [backward_table(mine)]
-    elif mode == "nanochat":
+    elif mode.startswith("nanochat"):
         for case in unique(row["case"] for row in rows):
             mine = [row for row in rows if row["case"] == case]
             blocks += [phase_table(mode, mine, "step"), tokens_table(mine)]
