@@ -34,7 +34,7 @@ from .convert import (
 from .convert_formats import convert_quantized
 from .convert_report import ConversionReport, LinearReport
 from .filters import gains_from_fp8
-from .fsdp import precompute_float8_dynamic_scale_for_fsdp
+from .fsdp_precompute import precompute_float8_dynamic_scale_for_fsdp
 from .linear import linear, quantize_weight
 from .module import Linear, delayed_state_dict, load_delayed_state_dict, reduce_amaxes
 from .ops import is_available

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import fp8lt
-from fp8lt import device, fsdp, ops
+from fp8lt import device, fsdp, fsdp_precompute, ops
 
 E4M3 = device.OCP.e4m3
 
@@ -75,7 +75,7 @@ def test_it_says_what_does_not_fit(on: torch.device) -> None:
 def count_casts(rank: int) -> None:
     """A block has three layers; the fourth is gathered by the root."""
     calls: list[int] = []
-    cast = fsdp._cast
+    cast = fsdp_precompute.cast
 
     def counting(shards: list[fsdp.ShardedWeight], amaxes: Tensor) -> list[Tensor]:
         calls.append(len(shards))
@@ -91,7 +91,7 @@ def count_casts(rank: int) -> None:
     fully_shard(layers[0], mesh=mesh)
     fully_shard(layers, mesh=mesh)
     optimizer = torch.optim.SGD(layers.parameters(), lr=1)
-    fsdp._cast = counting
+    fsdp.cast = fsdp_precompute.cast = counting
     try:
         x = randn(4, 48, on=here(), dtype=torch.float32)
         layers(x).sum().backward()
@@ -110,7 +110,7 @@ def count_casts(rank: int) -> None:
                    if isinstance(m, fp8lt.Linear)]  # fmt: skip
         assert waiting == [{}] * 4
     finally:
-        fsdp._cast = cast
+        fsdp.cast = fsdp_precompute.cast = cast
 
 
 def test_a_block_is_cast_in_one_call(ranks: Ranks) -> None:
@@ -218,10 +218,10 @@ def test_a_shard_that_is_a_copy_is_cast_by_itself() -> None:
         fp8lt.convert_to_float8_training(layer, config=CONFIG)
     shards = [fsdp.sharded(layer.weight) for layer in layers]
     amaxes = under(*(float(shard.shard.abs().max()) for shard in shards), on=torch.device("cpu"))
-    want = fsdp._cast(shards, amaxes)
-    together = fsdp._Together(layers, amaxes)
+    want = fsdp.cast(shards, amaxes)
+    together = fsdp_precompute.Together(layers, amaxes)
     for place, layer in enumerate(layers):
-        of_layer = fsdp._Precomputed(shards[place].writes, 0, amaxes, together, place)
+        of_layer = fsdp_precompute.Precomputed(shards[place].writes, 0, amaxes, together, place)
         vars(layer)[fsdp.PRECOMPUTED] = of_layer
     copied = fsdp.ShardedWeight(shards[1].shard.clone(), shards[1].recipe)
     assert torch.equal(raw(together.rows(1, copied)), raw(want[1]))
