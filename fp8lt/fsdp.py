@@ -152,7 +152,7 @@ class ShardedWeight(Tensor):
             data = nn.functional.pad(data, (0, 0, 0, rows - len(data)))
         return (data,), (scale_inv, k, known is None)
 
-    # `fully_shard` asks for it at every gather, and to find it takes as long as all of the above.
+    # `fully_shard` asks for it at every gather, and Python would derive it anew each time.
     fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
         fsdp_pre_all_gather
     )

@@ -37,7 +37,9 @@ def amaxes_of(shards: list[Tensor], mesh: "DeviceMesh") -> Tensor:
         found = [t.abs().amax().float() for t in parts]
         if len({t.device for t in found}) > 1:
             found = [t.to(mesh.device_type) for t in found]
-    return torch.stack(found).nan_to_num(nan=math.inf, posinf=math.inf).to(mesh.device_type)
+    amaxes = torch.stack(found).nan_to_num(nan=math.inf, posinf=math.inf)
+    # Not `to` for all: without a number it means the current GPU, which may be another.
+    return amaxes if amaxes.device.type == mesh.device_type else amaxes.to(mesh.device_type)
 
 
 def scales_of(
