@@ -14,6 +14,7 @@ from readme import PLAIN, README, ROOT, table
 
 sys.path.insert(0, str(ROOT / "tools"))
 import bench_modes
+import bench_nanochat
 import bench_sizes
 import numerics
 import train_config
@@ -149,16 +150,53 @@ def of_two_gpus() -> Iterator[str]:
 
 
 def of_a_step() -> Iterator[str]:
-    step = recorded("bench_step_again_h200.json")["modes"]["step"]
-    spread = {
-        row["contender"]: f"{min(row['rounds_us']) / 1e3:.1f} to {max(row['rounds_us']) / 1e3:.1f}"
-        for row in step["rows"]
+    rows = {
+        name: {row["contender"]: row for row in recorded(name)["modes"]["step"]["rows"]}
+        for name in ("bench_step_again_h200.json", "bench_step_slow_h200.json")
     }
+    again, slow = rows.values()
+
+    def host_and_whole(name: str) -> tuple[float, float]:
+        return again[name]["parts"]["host_us"] / 1e3, again[name]["us"] / 1e3
+
     yield (
-        f"the rounds of `fp8lt-compiled` took {spread['fp8lt-compiled']} ms, those of `fp8lt` "
-        f"{spread['fp8lt']}, and those of `fp8lt-graphed`, which needs none, "
-        f"{spread['fp8lt-graphed']}:"
+        "the host took {:.1f} ms of a step of `fp8lt-compiled`, which lasted {:.1f} "
+        "({:.1f} of {:.1f} in bf16)."
+    ).format(*host_and_whole("fp8lt-compiled"), *host_and_whole("bf16-compiled"))
+    rounds = [us / 1e3 for us in slow["fp8lt-compiled"]["rounds_us"]]
+    yield (
+        f"its rounds lasted {min(rounds):.1f} to {max(rounds):.1f} ms, "
+        f"{slow['fp8lt-compiled']['ratio']:.2f}x of bf16's speed; a CUDA graph needs no host, and "
+        f"was at {slow['fp8lt-graphed']['ratio']:.2f}x there, too."
     )
+
+
+def of_nanochat() -> Iterator[str]:
+    parts = []
+    for mode, size in bench_nanochat.SIZES.items():
+        result = recorded(f"bench_{mode}_h200.json")["modes"][mode]
+        assert {row["tokens"] for row in result["rows"]} == {size.batch * size.seq}
+        parts.append(f"{result['parameters'] / 1e6:.0f} M{{}}{size.batch} x {size.seq}")
+    yield (
+        f"with AdamW, autocast to bf16 and {size.vocabulary:,} words, at depth 12 "
+        f"({parts[0].format(' parameters, ')} tokens) and 24 ({parts[1].format(', ')});"
+    )
+    saved, spent = zip(*(of_gemms_and_quantise(mode) for mode in bench_nanochat.SIZES), strict=True)
+    yield (
+        f"the GEMMs of `fp8lt-compiled` take {saved[0]:.1f} ms less than those of bf16, and "
+        f"quantising takes {spent[0]:.1f}; at depth 24 it is {saved[1]:.1f} less and "
+        f"{spent[1]:.1f}."
+    )
+
+
+def of_gemms_and_quantise(mode: str) -> tuple[float, float]:
+    """Return the milliseconds that compiled FP8 saves in GEMMs, and that it takes to quantise."""
+    parts = {
+        row["contender"]: row["parts"]
+        for row in recorded(f"bench_{mode}_h200.json")["modes"][mode]["rows"]
+    }
+    fp8, bf16 = parts["fp8lt-compiled"], parts["bf16-compiled"]
+    return (bf16["gemms_us"] - fp8["gemms_us"]) / 1e3, fp8["quantise_us"] / 1e3
 
 
 def of_sizes() -> Iterator[str]:
@@ -209,6 +247,7 @@ SENTENCES = [
     *of_training(),
     *of_a_layer(),
     *of_a_step(),
+    *of_nanochat(),
     *of_two_gpus(),
     *of_sizes(),
     *of_numbers(),
@@ -278,6 +317,20 @@ def test_the_speed_of_a_training_step_in_the_readme_is_that_recorded() -> None:
             again.get(r["contender"], "-"),
         ]
         for r in result["rows"]
+    ]
+
+
+def test_the_speed_of_nanochat_in_the_readme_is_that_recorded() -> None:
+    of_12, of_24 = (
+        {
+            row["contender"]: [f"{row['tokens'] / row['us'] * 1e3:.0f} k", f"{row['ratio']:.2f}x"]
+            for row in recorded(f"bench_{mode}_h200.json")["modes"][mode]["rows"]
+        }
+        for mode in bench_nanochat.SIZES
+    )
+    assert of_24.keys() < of_12.keys()
+    assert table("nanochat's GPT, tokens/s")[1:] == [
+        [f"`{name}`", *cells, *of_24.get(name, ["-", "-"])] for name, cells in of_12.items()
     ]
 
 
