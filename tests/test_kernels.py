@@ -145,8 +145,10 @@ def without_nan(x: Tensor) -> Tensor:
 
 def check_tiles(kernels: ctypes.CDLL, x: Tensor) -> None:
     """Run the kernel that holds tiles, where it does: there are no sums."""
-    for row_major, fp8, power in ((True, E4M3, False), (False, E5M2, True)):
-        want = emulate.quantize_tensorwise(x, fp8, row_major, True, None, power)
+    for (row_major, transposed), fp8, power in (
+        ((True, True), E4M3, False), ((False, True), E5M2, True), ((True, False), E4M3, True),
+    ):  # fmt: skip
+        want = emulate.quantize_tensorwise(x, fp8, row_major, transposed, None, power)
         check(kernels, x, fp8, Scaling.TENSORWISE, want, power_of_two=power)
 
 

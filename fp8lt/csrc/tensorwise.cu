@@ -9,8 +9,8 @@
 // takes the work that nobody has taken. So it needs no GPU for itself, as a cooperative one does.
 //
 // There is no room beside sums of columns, nor on most other GPUs, and f32 would take twice as much.
-// Then, or without data_t, one kernel takes the amax, and another casts, backwards. It may
-// start while the first ends (programmatic dependent launch), with its first tiles on their way.
+// Then one kernel takes the amax, and another casts, backwards. It may start while the first ends
+// (programmatic dependent launch), with its first tiles on their way.
 //
 // For a small matrix the host is the bottleneck, so it takes one kernel: a single cluster of
 // blocks, which the hardware starts together and can synchronise.
@@ -274,8 +274,9 @@ cudaError_t launch_tensorwise(const Quantize& q, cudaStream_t stream) {
   if (gpu->sm90 && work <= kCluster * (needs_tiles(q) ? kPlaces<T> : 1)) {
     status = launch_clusters(*gpu, cluster_kernel<T, kType>, kCluster, kCluster, shared_bytes,
                              stream, q, grid, tile_sums);
-  } else if (kHolds<T> && gpu->holds && needs_tiles(q) && q.sums == nullptr && grid.tiles > 0) {
-    status = launch_early(*gpu, holding<T, kType>(), std::min<int64_t>(blocks, kMostGroups),
+  } else if (kHolds<T> && gpu->holds && q.sums == nullptr && grid.tiles > 0) {
+    const int64_t groups = gpu->blocks(grid.tiles, kCastBlocksPerSm);
+    status = launch_early(*gpu, holding<T, kType>(), std::min<int64_t>(groups, kMostGroups),
                           kSharedBytesHeld, stream, q, grid);
   } else {
     const int64_t vectors = q.rows * q.cols / (kThreads * 16 / sizeof(T));
