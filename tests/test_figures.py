@@ -13,9 +13,11 @@ import torch
 from readme import PLAIN, README, ROOT, table
 
 sys.path.insert(0, str(ROOT / "tools"))
+import bench_blocks
 import bench_modes
 import bench_nanochat
 import bench_sizes
+import bench_step
 import numerics
 import train_config
 import train_report
@@ -98,7 +100,10 @@ def of_training() -> Iterator[str]:
 
 
 def of_a_layer() -> Iterator[str]:
-    modes = recorded("bench_h200.json")["modes"]
+    record = recorded("bench_h200.json")
+    modes, versions = record["modes"], record["versions"]
+    te, ao = (".".join(versions[name].split(".")[:2]) for name in ("transformer_engine", "torchao"))
+    yield f"TransformerEngine {te}, torchao {ao} and `torch._scaled_mm` ran in the same run"
     _, *cases = table("speed-up over bf16")[0]
     first = modes["layer"]["parts"][0]
     total = first["gemms_us"] + first["quantise_us"] + first["host_gap_us"]
@@ -149,7 +154,18 @@ def of_two_gpus() -> Iterator[str]:
     )
 
 
+def of_a_model() -> Iterator[str]:
+    size = bench_blocks.SIZE
+    assert size.layers == 4
+    yield f"Four Llama-8B-like blocks, {size.batch} x {size.seq} tokens"
+
+
 def of_a_step() -> Iterator[str]:
+    size = bench_step.SIZE
+    yield (
+        f"with TinyLlama's widths and {size.layers} layers, {size.batch} x {size.seq} tokens: "
+        "cross-entropy, backward and AdamW"
+    )
     rows = {
         name: {row["contender"]: row for row in recorded(name)["modes"]["step"]["rows"]}
         for name in ("bench_step_again_h200.json", "bench_step_slow_h200.json")
@@ -181,12 +197,32 @@ def of_nanochat() -> Iterator[str]:
         f"with AdamW, autocast to bf16 and {size.vocabulary:,} words, at depth 12 "
         f"({parts[0].format(' parameters, ')} tokens) and 24 ({parts[1].format(', ')});"
     )
+    left_out = [layers_left_out(size) for size in bench_nanochat.SIZES.values()]
+    (k, n) = left_out[0].pop()
+    assert left_out == [set(), set()]
+    yield (
+        f"which at depth 12 are those of attention, {k} x {n}, and at depth 24 none. There it loses"
+    )
     saved, spent = zip(*(of_gemms_and_quantise(mode) for mode in bench_nanochat.SIZES), strict=True)
     yield (
+        f"At depth 12, where FP8 by hand gains next to nothing, "
         f"the GEMMs of `fp8lt-compiled` take {saved[0]:.1f} ms less than those of bf16, and "
         f"quantising takes {spent[0]:.1f}; at depth 24 it is {saved[1]:.1f} less and "
         f"{spent[1]:.1f}."
     )
+
+
+def layers_left_out(size: bench_nanochat.Size) -> set[tuple[int, int]]:
+    """Return in and out of the layers that the filter keeps from FP8: all are attention's."""
+    with torch.device("meta"):
+        model = bench_nanochat.GPT(size.depth, size.vocabulary, size.seq)
+    model.tokens = size.batch * size.seq
+    every, some = bench_nanochat.chosen(model)
+    names = every - some
+    blocks = {name for name in every if name.split(".")[-1] in ("q", "k", "v", "out")}
+    assert names in (set(), blocks)
+    layers = [model.get_submodule(name) for name in names]
+    return {(layer.in_features, layer.out_features) for layer in layers}
 
 
 def of_gemms_and_quantise(mode: str) -> tuple[float, float]:
@@ -246,6 +282,7 @@ def sqnr_of_normal_numbers(dtype: torch.dtype) -> float:
 SENTENCES = [
     *of_training(),
     *of_a_layer(),
+    *of_a_model(),
     *of_a_step(),
     *of_nanochat(),
     *of_two_gpus(),
