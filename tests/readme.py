@@ -1,11 +1,14 @@
-"""The README as tests read it."""
+"""The README as tests read it, and the recorded runs that its figures are from."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PLAIN = " ".join(README.split())
+RESULTS = ROOT / "tools" / "results"
 
 
 def table(heading: str) -> list[list[str]]:
@@ -13,3 +16,11 @@ def table(heading: str) -> list[list[str]]:
     (found,) = re.findall(rf"^(\| {re.escape(heading)} \|.*\n(?:\|.*\n)+)", README, re.MULTILINE)
     lines = [line.strip("|\n ").split(" | ") for line in found.splitlines()]
     return [[cell.strip() for cell in line] for line in lines if "---" not in line[0]]
+
+
+def recorded(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def percent(ratio: float, digits: int = 0) -> str:
+    return f"{ratio:.{digits}%}".replace("%", " %")
