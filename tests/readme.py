@@ -1,6 +1,7 @@
 """The README as tests read it, and the recorded runs that its figures are from."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ def table(heading: str) -> list[list[str]]:
 
 def recorded(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text())
+
+
+def at_least(number: float, digits: int) -> float:
+    """Round up: what is said to be a bound is one."""
+    return math.ceil(number * 10**digits) / 10**digits
 
 
 def percent(ratio: float, digits: int = 0) -> str:

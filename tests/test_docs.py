@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,11 +46,16 @@ def test_public_functions_and_classes_have_docstrings_with_an_example() -> None:
         assert ">>> " in (getattr(fp8lt, name).__doc__ or ""), name
 
 
-def test_the_code_in_the_readme_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert blocks
-    for block in blocks:
+def test_the_code_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """And it does what its comments say."""
+    first, *others = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    space: dict[str, Any] = {}
+    exec(first, space)
+    assert f"  # {list(space['y'].shape)}; differentiable" in first
+    for block in others:
         exec(block, {})
+        for printed in re.findall(r"^print\(.*\)  # (too small .*)$", block, re.MULTILINE):
+            assert printed in capsys.readouterr().out.splitlines()
 
 
 def test_the_readme_lists_every_environment_variable() -> None:

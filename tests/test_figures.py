@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import cases
 import pytest
+import test_recipes
 import torch
-from readme import PLAIN, README, RESULTS, ROOT, percent, recorded, table
+from readme import PLAIN, README, RESULTS, ROOT, at_least, percent, recorded, table
 
 sys.path.insert(0, str(ROOT / "tools"))
 import bench_blocks
@@ -16,6 +17,10 @@ import bench_nanochat
 import bench_sizes
 import bench_step
 import train_report
+
+
+def bound(ratio: float, digits: int = 0) -> str:
+    return percent(at_least(ratio, digits + 2), digits)
 
 
 def of_training() -> Iterator[str]:
@@ -35,8 +40,8 @@ def of_training() -> Iterator[str]:
         return abs(runs[name]["val_loss_end"] / bf16["val_loss_end"] - 1)
 
     yield (
-        f"The recipes end within {percent(max(map(apart, recipes)), 1)} of bf16's validation "
-        f"loss, and bf16 with another seed within {percent(apart('bf16,seed=1'), 1)};"
+        f"The recipes end within {bound(max(map(apart, recipes)), 1)} of bf16's validation "
+        f"loss, and bf16 with another seed within {bound(apart('bf16,seed=1'), 1)};"
     )
     settled = 500
     smoothed = {
@@ -49,7 +54,7 @@ def of_training() -> Iterator[str]:
 
     yield (
         f"from step {settled} on the smoothed training losses of the recipes are within "
-        f"{percent(max(map(farthest, recipes)), 1)} of bf16's."
+        f"{bound(max(map(farthest, recipes)), 1)} of bf16's."
     )
     clipped = [
         sum(norm > config["clip"] for norm in run["grad_norms"][settled:])
@@ -60,7 +65,7 @@ def of_training() -> Iterator[str]:
         f"{config['clip']:.0f}, and clipped, in {clipped[0]} of `tensorwise`, in {clipped[1]} of "
         f"bf16, in {clipped[2]} of bf16 with the other seed."
     )
-    yield f"is up to {percent(farthest(fast), 1)} away in that loss, ends as near as the others,"
+    yield f"is up to {bound(farthest(fast), 1)} away in that loss, ends as near as the others,"
     assert apart(fast) < max(map(apart, recipes))
 
     wide = recorded("train_h200.json")
@@ -96,17 +101,21 @@ def of_a_layer() -> Iterator[str]:
         f"At {first['case']} the GEMMs take {percent(first['gemms_us'] / total)} of the layer, "
         f"quantise {percent(first['quantise_us'] / total)};"
     )
-    yield f"needs would take {percent(floor / total)} by themselves."
+    yield f"which `tensorwise` needs, would take {percent(floor / total)} by themselves."
 
     again = {
-        (row["contender"], row["case"]): f"{row['ratio']:.2f}x"
+        (row["contender"], row["case"]): row["ratio"]
         for row in recorded("bench_again_h200.json")["modes"]["layer"]["rows"]
-        if row["phase"] == "fwd+bwd"
+        if row["phase"] == "fwd+bwd" and row["ratio"]
     }
-    *large, little = (again["fp8lt", case] for case in cases)
+    peers = {name for name, _ in again if not name.startswith(("fp8lt", "bf16"))}
+    best = [max(again[name, case] for name in peers) for case in cases]
+    *large, little = (f"{again['fp8lt', case]:.2f}x" for case in cases)
+    *of_large, of_little = (f"{ratio:.2f}x" for ratio in best)
     yield (
-        f"is at {', '.join(large)} and, with a slower host, {little}, and `fp8lt-rowwise` at "
-        f"{again['fp8lt-rowwise', cases[0]]}."
+        f"is at {', '.join(large)} and, with a slower host, {little}, the best peer at "
+        f"{', '.join(of_large)} and {of_little}, and `fp8lt-rowwise` at "
+        f"{again['fp8lt-rowwise', cases[0]]:.2f}x."
     )
 
     small = [
@@ -130,16 +139,22 @@ def of_two_gpus() -> Iterator[str]:
         name: [run["val_loss_end"] for run in runs if run["recipe"] == name]
         for name in ("tensorwise", "bf16")
     }
-    apart = {name: f"{max(some) - min(some):.3f}" for name, some in losses.items()}
+    apart = {name: at_least(max(some) - min(some), 3) for name, some in losses.items()}
     yield (
-        f"The losses of `tensorwise` are within {apart['tensorwise']} of each other, those of bf16 "
-        f"within {apart['bf16']}."
+        f"The losses of `tensorwise` are within {apart['tensorwise']:.3f} of each other, those of "
+        f"bf16 within {apart['bf16']:.3f}."
     )
+    yield f"These runs are of an earlier commit ({record['commit']});"
 
 
 def of_a_model() -> Iterator[str]:
     size = bench_blocks.SIZE
     assert size.layers == 4
+    rows = recorded("bench_model_h200.json")["modes"]["model"]["rows"]
+    peaks = {row["contender"]: row["peak_bytes"] for row in rows}
+    lean = peaks.pop("fp8lt-recomputed-compiled")
+    assert all(lean < peak for name, peak in peaks.items() if not name.startswith("fp8lt"))
+    yield "is `recompute_weight=True`, with which memory, too, is below that of the peers."
     yield f"Four Llama-8B-like blocks, {size.batch} x {size.seq} tokens"
 
 
@@ -163,11 +178,19 @@ def of_a_step() -> Iterator[str]:
         "({:.1f} of {:.1f} in bf16)."
     ).format(*host_and_whole("fp8lt-compiled"), *host_and_whole("bf16-compiled"))
     rounds = [us / 1e3 for us in slow["fp8lt-compiled"]["rounds_us"]]
+    at = {name: f"{row['ratio']:.2f}x" for name, row in slow.items()}
     yield (
-        f"its rounds lasted {min(rounds):.1f} to {max(rounds):.1f} ms, "
-        f"{slow['fp8lt-compiled']['ratio']:.2f}x of bf16's speed; a CUDA graph needs no host, and "
-        f"was at {slow['fp8lt-graphed']['ratio']:.2f}x there, too."
+        f"those of `fp8lt-compiled` took {min(rounds):.1f} to {max(rounds):.1f} ms by rounds, "
+        f"{at['fp8lt-compiled']} of bf16, and `fp8lt-delayed-compiled` was at "
+        f"{at['fp8lt-delayed-compiled']}, but `fp8lt` at {at['fp8lt']} and `fp8lt-graphed` at "
+        f"{at['fp8lt-graphed']}."
     )
+    (own,) = (
+        row["ratios"]
+        for row in recorded("bench_model_h200.json")["modes"]["step"]["rows"]
+        if row["contender"] == "fp8lt"
+    )
+    yield f"the rounds of `fp8lt` vary, from {min(own):.2f}x to {max(own):.2f}x."
 
 
 def of_nanochat() -> Iterator[str]:
@@ -184,11 +207,12 @@ def of_nanochat() -> Iterator[str]:
     (k, n) = left_out[0].pop()
     assert left_out == [set(), set()]
     yield (
-        f"which at depth 12 are those of attention, {k} x {n}, and at depth 24 none. There it loses"
+        f"which at depth 12 are those of attention, {k} x {n}, and at depth 24 none. "
+        "It gains less than all layers in FP8:"
     )
     saved, spent = zip(*(of_gemms_and_quantise(mode) for mode in bench_nanochat.SIZES), strict=True)
     yield (
-        f"At depth 12, where FP8 by hand gains next to nothing, "
+        "At depth 12, where compiled FP8 by hand gains next to nothing, "
         f"the GEMMs of `fp8lt-compiled` take {saved[0]:.1f} ms less than those of bf16, and "
         f"quantising takes {spent[0]:.1f}; at depth 24 it is {saved[1]:.1f} less and "
         f"{spent[1]:.1f}."
@@ -232,8 +256,8 @@ def of_sizes() -> Iterator[str]:
         for phase in (bench_modes.BOTH, bench_sizes.HIDDEN)
     )
     yield (
-        f"(of one shape up to {percent(eager)} in eager mode, where a small layer's time varies, "
-        f"and up to {percent(hidden)} with the host hidden):"
+        f"of one shape it is up to {bound(eager)} in eager mode, where a small layer's time "
+        f"varies, and up to {bound(hidden)} with the host hidden:"
     )
 
 
@@ -251,9 +275,24 @@ def of_numbers() -> Iterator[str]:
         f"within {cases.T_SAME:.0e} at every shape of the test matrix; bf16 rounding alone is "
         f"{10 ** (-of_bf16 / 20):.1e}."
     ).replace("e-0", "e-")
+    yield of_an_outlier()
     decibels = [sqnr_of_normal_numbers(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
     yield "Normal numbers under one scale have {:.0f} dB in e4m3 and {:.0f} in e5m2,".format(
         *decibels
+    )
+
+
+def of_an_outlier() -> str:
+    y, dw = zip(*test_recipes.errors_beside_an_outlier(torch.device("cpu")).values(), strict=True)
+    of_y = dict(zip(test_recipes.NAMES, (f"{error:.2g}" for error in y), strict=True))
+    of_dw = dict(zip(test_recipes.NAMES, (f"{error:.2g}" for error in dw), strict=True))
+    assert {of_y[name] for name in test_recipes.FINE} == {of_y["rowwise"]}
+    assert (of_y["delayed"], of_dw["delayed"]) == (of_y["tensorwise"], of_dw["tensorwise"])
+    return (
+        f"the relative error in the other rows of y is {of_y['tensorwise']} for `tensorwise` and "
+        f"`delayed`, and {of_y['rowwise']} for the others; in the other columns of dw it is "
+        f"{of_dw['tensorwise']} for these two, {of_dw['blockwise']} to {of_dw['rowwise']} for "
+        f"`rowwise` and `blockwise`, and {of_dw['rowwise_folded']} for `rowwise_folded`:"
     )
 
 
